@@ -78,13 +78,13 @@ def causal_conv1d(
 
 
 def _as_computed(x: Tensor) -> Tensor:
-    """`x` as autocast casts it for the op, in the dtype of states."""
+    """`x`, cast as autocast casts it for the op, in the dtype of states."""
     dtype = autocast_dtype(x.device)
     return upcast(x if dtype is None or x.dtype == torch.float64 else x.to(dtype))
 
 
 def _last_states(x: Tensor, W: int, initial_state: Tensor | None, n: int) -> Tensor:
-    """``[N, n, D, W]``: what the op has for `x` and its state, which are all that a state consists of."""
+    """``[N, n, D, W]``: the states after the last ``n`` tokens, in the op's precision."""
     x = _as_computed(x)
     before = x.new_zeros(x.shape[0], W, x.shape[2]) if initial_state is None else initial_state.to(x.dtype).mT
     return intermediate_states.windows(torch.cat([before, x], 1), W, n)

@@ -1,4 +1,4 @@
-"""Comba, a delta rule that reads what it replaces with a vector of its own, https://arxiv.org/abs/2506.02475."""
+"""Comba, a delta rule with a separate reading key, https://arxiv.org/abs/2506.02475."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def chunk_comba(
     $$S'_t = e^{g_t} S_{t-1} \qquad S_t = S'_t + \beta_t\, k_t (v_t - {S^*_t}^\top p_t)^\top \qquad
     o_t = \text{scale} \cdot S_t^\top q_t$$
 
-    It is the gated delta rule in which ``p`` reads what is replaced, in the place of the key. ``S*`` is ``S_{t-1}``,
+    It is the gated delta rule in which ``p`` reads the replaced value, in place of the key. ``S*`` is ``S_{t-1}``,
     the state before its decay, or with ``erase="after"`` the state after it, ``S'``. The default is the transition
     ``exp(g) - beta k p^T``, a scalar plus low rank, of "Comba: Improving Bilinear RNNs with Closed-loop Control"
     (<https://arxiv.org/abs/2506.02475>), which the kernels of flash-linear-attention compute, and so what models were
@@ -45,7 +45,7 @@ def chunk_comba(
         k: Keys, ``[B, T, H, K]``, in the dtype of `q`; mostly of norm 1.
         v: Values, ``[B, T, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head ``h`` of them
             goes with head ``h // (HV / H)`` of queries and keys.
-        p: What reads that which is replaced, ``[B, T, H, K]``, in the dtype of `q`; mostly the key times a number.
+        p: Vector that reads the replaced value, ``[B, T, H, K]``, in the dtype of `q`; mostly the key times a number.
         g: Decay, ``[B, T, HV]``, per token, as natural logarithms from 0 to -inf; any float dtype.
         beta: How much of a value is replaced, ``[B, T, HV]``, mostly from 0 to 1; any float dtype.
         scale: Factor of the output. Default: ``K ** -0.5``.
@@ -107,7 +107,7 @@ def fused_recurrent_comba(
 
 
 def _inputs(given: op.Inputs, use_qk_l2norm_in_kernel: bool) -> op.Inputs:
-    """Check the arguments, `p` among them as the `a` of the delta rule, and normalise."""
+    """Check the arguments, `p` being the `a` of the delta rule, and normalise."""
     check(op, given, {"a": "p"}, required=("g", "a"))
     assert given.a is not None
     q, k, p = given.q, given.k, given.a
@@ -118,7 +118,7 @@ def _inputs(given: op.Inputs, use_qk_l2norm_in_kernel: bool) -> op.Inputs:
 
 
 def reads_before(erase: Any) -> bool:
-    """Whether what is replaced is read before the decay, or after it."""
+    """Whether the replaced value is read before the decay, or after it."""
     if not require.is_one_of(erase, "after", "before"):
         raise ValueError(f'erase must be "after" or "before", got {require.shown(erase)}')
     return bool(erase == "before")

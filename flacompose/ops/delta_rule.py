@@ -29,13 +29,13 @@ def chunk_delta_rule(
 
     $$S_t = S_{t-1} + \beta_t\, k_t (v_t - S_{t-1}^\top k_t)^\top \qquad o_t = \text{scale} \cdot S_t^\top q_t$$
 
-    What a key holds is replaced by the new value, wholly where ``beta`` is 1 and the key has norm 1.
+    The value stored under a key is replaced by the new one, wholly if ``beta`` is 1 and the key has norm 1.
     From "Parallelizing Linear Transformers with the Delta Rule over Sequence Length"
     (<https://arxiv.org/abs/2406.06484>).
 
-    A token multiplies what the state holds along its key by ``1 - beta |k|^2``. While this is between -1
-    and 1, as for keys of norm 1 and ``beta`` from 0 to 2, no token enlarges what the state holds, and values add to it
-    at most linearly in time. Beyond, the recurrence itself may grow exponentially.
+    A token multiplies the state along its key by ``1 - beta |k|^2``. While this is between -1 and 1, as for keys of
+    norm 1 and ``beta`` from 0 to 2, no token enlarges the state, and values add to it at most linearly in time.
+    Otherwise the recurrence itself may grow exponentially.
 
     Args:
         q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.

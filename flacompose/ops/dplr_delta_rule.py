@@ -29,10 +29,10 @@ def chunk_dplr_delta_rule(
     $$S_t = \operatorname{diag}(e^{gk_t})\, S_{t-1} + b_t (S_{t-1}^\top a_t)^\top + k_t v_t^\top \qquad
     o_t = \text{scale} \cdot S_t^\top q_t$$
 
-    What ``a`` reads of the state, before the state decays, ``b`` writes back: with ``a = -k`` and ``b = beta k`` a
+    ``a`` reads the state, before it decays, and ``b`` writes the result: with ``a = -k`` and ``b = beta k`` a
     token erases as in the delta rule. It is the recurrence of RWKV7 (<https://arxiv.org/abs/2503.14456>).
 
-    A token multiplies what the state holds by ``diag(exp(gk)) + b a^T``, whose norm is at most ``1 + |a| |b|``, so that
+    A token multiplies the state by ``diag(exp(gk)) + b a^T``, whose norm is at most ``1 + |a| |b|``, so that
     the state may grow by this factor with every token. With ``b = -c a`` for a number ``c`` that is not negative, the
     norm is at most 1 as long as ``|a| |b|`` is at most ``1 + exp(gk)`` of every channel: 2 without a decay.
 

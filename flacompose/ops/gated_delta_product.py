@@ -121,7 +121,7 @@ def _product(
     use_qk_l2norm_in_kernel: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Check the arguments, and call one form of the family's op on the steps of all tokens."""
+    """Check the arguments, and call one form of the delta rule's op on the steps of all tokens."""
     require.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, output_final_state=output_final_state)
     require.count("num_householder", n)
     require.axes("q", q, ("B", "T", "H", "K"))
@@ -130,7 +130,7 @@ def _product(
     require.like(q, "k", k, (B, T * n, H, K))
     require.same_dtype(q, "k", k)
     scale = require.scale(scale, q)
-    # The operator sees one query for each step, so keys stand in for queries here.
+    # The operator takes one query per step, so keys replace queries in this check.
     check(op, op.Inputs(k, k, v, beta, initial_state=initial_state, cu_seqlens=cu_seqlens), values=False)
     require.optional(q, "g", g, (B, T, v.shape[2]))
     if checking():
@@ -141,11 +141,12 @@ def _product(
         (q,) = without_tail(cu_seqlens, q)
         (k,) = without_tail(stretched(cu_seqlens, n), k)
         q, k = normalized(q), normalized(k)
-    # The first step of a token decays, the last is read; the others have no gate and no query.
+    # The first step of a token decays, and its query reads after the last; other steps have no gate and no
+    # query.
     q = F.pad(q.unsqueeze(2), (0, 0, 0, 0, n - 1, 0)).flatten(1, 2)
     if g is not None:
-        # A gate whose exponential is 0 has a gradient of 0. It would be computed together with the far larger gradients
-        # of the steps that do not decay, and get their rounding errors.
+        # A gate whose exponential is 0 has a gradient of 0. Computed together with the far larger gradients
+        # of the steps that do not decay, it would get their rounding errors.
         g = torch.where(upcast(g).exp() == 0, g.detach(), g)
         g = F.pad(g.unsqueeze(2), (0, 0, 0, n - 1)).flatten(1, 2)
     inputs = op.Inputs(q, k, v, beta, g, None, None, initial_state, stretched(cu_seqlens, n), scale)

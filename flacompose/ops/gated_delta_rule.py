@@ -43,7 +43,7 @@ def chunk_gated_delta_rule(
     o_t = \text{scale} \cdot S_t^\top q_t$$
 
     From "Gated Delta Networks: Improving Mamba2 with Delta Rule" (<https://arxiv.org/abs/2412.06464>). States stay
-    bounded as those of [chunk_delta_rule][flacompose.ops.chunk_delta_rule] do.
+    bounded under the conditions of [chunk_delta_rule][flacompose.ops.chunk_delta_rule].
 
     Args:
         q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
@@ -172,7 +172,7 @@ def decay(
     lower_bound: float | None,
     cu_seqlens: Tensor | None,
 ) -> Tensor:
-    """Check the options of a checked gate ``g [B, T, HV]`` or ``[B, T, HV, K]``, and make the decay of it."""
+    """Check the options of a checked gate ``g [B, T, HV]`` or ``[B, T, HV, K]``, and compute the decay."""
     of_a_token = tuple(g.shape[2:])
     require.parameter(q, "A_log", A_log, of_a_token[:1])
     require.parameter(q, "dt_bias", dt_bias, of_a_token)
@@ -218,10 +218,10 @@ def log_decay(
             x = A_log.clamp(max=log(finfo(x.dtype).max) - 8).exp() * x
         return lower_bound * x.sigmoid()
     assert A_log is not None  # checked
-    # exp(A_log) may overflow where softplus(x) underflows, and their product be an ordinary decay. So what A_log has
-    # above 40 is added to x: softplus(x + a) is exp(a) * softplus(x) to rounding where x + a is far below
-    # 0, and elsewhere both decays are so strong that they leave nothing of the state. The lower bound, at which the
-    # rate is 0, is for an A_log of -inf: without it, the excess would be -inf - -inf, NaN.
+    # exp(A_log) may overflow and softplus(x) underflow, although their product is an ordinary decay. So the
+    # excess of A_log above 40 is added to x: softplus(x + a) is exp(a) * softplus(x) up to rounding if x + a
+    # is far below 0; otherwise both decays are so strong that the state decays to zero. The lower bound, at
+    # which the rate is 0, is for an A_log of -inf: without it, the excess would be -inf - -inf, NaN.
     low = A_log.clamp(-1000.0, 40.0)
     excess = A_log - low
     x = x + (excess if bias is None else bias + excess)

@@ -43,12 +43,12 @@ def chunk_gdn2(
     S_t = S'_t + k_t (w_t \odot v_t - {S'_t}^\top (b_t \odot k_t))^\top \qquad
     o_t = \text{scale} \cdot S_t^\top q_t$$
 
-    ``b`` gates what is erased, each channel of the key by itself, and ``w`` what is written, each channel of the value.
+    ``b`` gates the erased value per channel of the key, and ``w`` the written one per channel of the value.
     With ``b = w = beta``, a number per head, it is [chunk_kda][flacompose.ops.chunk_kda]. The products ``b * k`` and
     ``w * v`` have the dtype of `k`, so that in bfloat16 they are rounded to it. From "Gated DeltaNet-2"
     (<https://arxiv.org/abs/2605.22791>).
 
-    A token multiplies what the state holds by ``I - k (b k)^T``. Where the channels of ``b`` are alike and from 0 to 2,
+    A token multiplies the state by ``I - k (b k)^T``. Where the channels of ``b`` are alike and from 0 to 2,
     and keys have norm 1, no token enlarges it. Otherwise its norm may be as large as ``1 + |k| |b k|``, and the
     recurrence itself may grow exponentially.
 
@@ -145,9 +145,9 @@ def _run(
     lower_bound: float | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Check the arguments, apply the gates, and call one form of the family's op."""
+    """Check the arguments, apply the gates, and call one form of the delta rule's op."""
     scale = require.scale(scale, q)
-    # The arguments that are checked as those of head decay, which has no `beta`: here that is made of the others.
+    # Checked with the signature of head decay, which needs no `beta`: here it is computed.
     given = head_decay.Inputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
     check(head_decay, given, output_final_state=output_final_state)
     require.like(q, "g", g, (*v.shape[:3], q.shape[3]))

@@ -53,10 +53,10 @@ def chunk_gsa(
             and head ``h`` of them goes with head ``h // (HQ / H)`` of the others.
         k: Keys, ``[B, T, H, K]``, in the dtype of `q`.
         v: Values, ``[B, T, H, V]``, in the dtype of `q`.
-        s: What each of ``M`` slots takes of a token, ``[B, T, H, M]``, in any float dtype. Without `g` as natural
-            logarithms, finite or -inf.
+        s: Weight with which a token is written to each of ``M`` slots, ``[B, T, H, M]``, in any float dtype.
+            Without `g` as natural logarithms, finite or -inf.
         g: Decay of the slots, ``[B, T, H, M]``, per token, as natural logarithms from 0 to -inf; any float dtype.
-            Default: made of `s`.
+            Default: computed from `s`.
         scale: Factor of the logits. Default: ``K ** -0.5``.
         initial_state: State before the first token, the tuple ``(Hk, Hv)``, ``[N, H, K, M]`` and ``[N, H, M, V]``, in
             any float dtype. Without `g` it is ``(Hk, Hv, z)``, ``z`` being ``[N, H, M]``. Default: zeros, and ``z``
@@ -118,7 +118,7 @@ def run(
     output_states: int | None = None,
     by_tokens: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-    """Check the arguments, and call a form of channel decay's op twice; `by_tokens`, slot attention's for one token."""
+    """Check the arguments, and call channel decay twice or, `by_tokens`, slot attention's op."""
     require.flags(output_final_state=output_final_state)
     names = ("Hk", "Hv") if g is not None else ("Hk", "Hv", "z")
     groups = _check_tokens(q, k, v, s, g)
@@ -164,7 +164,7 @@ def run(
                 if output_states is not None:
                     form = partial(form, stride=groups)
             read = partial(_read, form, cu_seqlens)
-            # Logits are not rounded: their error would be a relative error of the weights that the softmax gives.
+            # Logits are not rounded: their error would be a relative error of the softmax's weights.
             logits, Hk = by_keys(read, Hk, q, k, s, gv=g, scale=scale, full_precision=True)
             o, Hv = by_values(read, Hv, logits, s, v, gk=g, scale=1.0, softmax=True)
             if groups > 1:
@@ -187,7 +187,7 @@ def _read(
 
 
 def _check_tokens(q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor | None) -> int:
-    """Check the inputs that every token has, and return how many heads of queries share one of keys."""
+    """Check the inputs of tokens, and return how many heads of queries share one of keys."""
     for name, x, axes in (
         ("q", q, ("HQ", "K")),
         ("k", k, ("H", "K")),

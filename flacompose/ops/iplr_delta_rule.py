@@ -27,9 +27,9 @@ def chunk_iplr_delta_rule(
 
     $$S_t = S_{t-1} + b_t (S_{t-1}^\top a_t)^\top + k_t v_t^\top \qquad o_t = \text{scale} \cdot S_t^\top q_t$$
 
-    What ``a`` reads of the state, ``b`` writes back: with ``a = -k`` and ``b = beta k`` a token erases as in the delta
-    rule. It is the generalisation that "Parallelizing Linear Transformers with the Delta Rule over Sequence Length"
-    (<https://arxiv.org/abs/2406.06484>) names. On how large states become, see
+    ``a`` reads the state, and ``b`` writes the result: with ``a = -k`` and ``b = beta k`` a token erases as in the
+    delta rule. It is the generalisation that "Parallelizing Linear Transformers with the Delta Rule over Sequence
+    Length" (<https://arxiv.org/abs/2406.06484>) names. On how large states become, see
     [chunk_dplr_delta_rule][flacompose.ops.chunk_dplr_delta_rule].
 
     Args:

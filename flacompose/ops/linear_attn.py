@@ -138,7 +138,7 @@ def _run(
     q, k, v = upcast(q), upcast(k), upcast(v)
     with nullcontext() if not autocast_on(q.device) else torch.autocast(q.device.type, enabled=False):
         o, S = form(*inputs._replace(q=q, k=k, v=v))
-        # z is the state of values that are 1.
+        # z is the state for values of 1.
         weight, z = form(*inputs._replace(q=q, k=k, v=q.new_ones(B, T, H, 1), initial_state=z))
     o = (o.unflatten(2, (H, -1)) / (weight + 1e-10).unsqueeze(3)).flatten(2, 3).to(dtype)
     return o, (S, z.squeeze(-1)) if output_final_state else None

@@ -1,4 +1,4 @@
-"""Every recurrence with a matrix state that the families compute, by the choice of arguments."""
+"""The linear recurrence with a matrix state: all recurrences of this kind, by their arguments."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def linear_recurrence(
     well, and the token's own write by the weights `u`: ``o_t = scale (S_{t-1} + diag(u) k_t v_t^T)^T q_t``.
 
     One call is one call of a registered operator, with all derivatives; for one token, as in decoding, that is one
-    kernel. What prepares its arguments, such as the sum of `g` and `gk`, is plain PyTorch. Its page has a table of the
-    published recurrences as choices of its arguments.
+    kernel. Preparations of its arguments, such as the sum of `g` and `gk`, are plain PyTorch. Its page has a table
+    of the published recurrences as choices of its arguments.
 
     Args:
         q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
@@ -69,7 +69,7 @@ def linear_recurrence(
         beta: How much of a value is replaced, ``[B, T, HV]``, mostly from 0 to 1 or to 2; any float dtype.
         a: What reads that which is erased, ``[B, T, H, K]``, in the dtype of `q`; with `b` or with `beta`.
         b: What is written back of it, ``[B, T, H, K]``, in the dtype of `q`; with `a`, and without `beta`.
-        erase: Whether what is erased is read "after" the decay or "before" it. Default: "after".
+        erase: Whether the erased value is read "after" the decay or "before" it. Default: "after".
         u: Weights of the token's own write, ``[H, K]``; any float dtype; with ``read="before"`` alone. Default: 0.
         read: Whether the query reads the state "after" the token's decay and write, or "before" both; the latter
             without `beta`, `a` and `b`. Default: "after".
@@ -124,7 +124,7 @@ def linear_recurrence(
         )
     if beta is not None:
         rule = delta_rule.Inputs(q, k, v, beta, g, gk, a, *options, read_before=before)
-        if before and gk is not None:  # which the kernels of the delta rule do not read before
+        if before and gk is not None:  # the delta rule's kernels have no read before gates of channels
             return run(_form(low_rank, T), _as_low_rank(rule), output_final_state)
         return run(_form(delta_rule, T), rule, output_final_state)
     assert a is not None and b is not None
@@ -134,9 +134,9 @@ def linear_recurrence(
 
 
 def _as_low_rank(rule: delta_rule.Inputs) -> low_rank.Inputs:
-    """The delta rule's inputs that read before the decay, with gates of channels, as those of low rank.
+    """The low-rank inputs of a delta rule with gates of channels that reads before the decay.
 
-    This has as many queries, keys and ``a`` as values.
+    They have as many heads of queries, keys and ``a`` as of values.
     """
     q, k, v, beta, g, gk, a, initial_state, cu_seqlens, scale, read_before = rule
     a = k if a is None else a
@@ -144,7 +144,7 @@ def _as_low_rank(rule: delta_rule.Inputs) -> low_rank.Inputs:
     if dtype is not None and q.dtype != torch.float64:
         q, k, v, a = (x.to(dtype) for x in (q, k, v, a))
     q, k, a = _for_each_value(v.shape[2] // q.shape[2], q, k, a)
-    # `beta` would have a gradient from tokens that are in no sequence, and that need not be finite.
+    # Tokens in no sequence would add to the gradient of `beta`, and need not be finite.
     k, beta = without_tail(cu_seqlens, k, beta)
     written = (upcast(k, beta) * beta.unsqueeze(-1)).to(k.dtype)
     gates = _with(g, gk)
@@ -160,7 +160,7 @@ def _check_combination(
     u: Tensor | None,
     read: Any,
 ) -> None:
-    """Check that each argument has the one that it belongs to, and that a family has them together."""
+    """Check that no argument lacks its companion, and that one recurrence has all that are given."""
     if not require.is_one_of(read, "after", "before"):
         raise ValueError(f'read must be "after" or "before", got {require.shown(read)}')
     if a is None and b is not None:
@@ -189,12 +189,12 @@ def _check_combination(
 
 
 def _form(op: ModuleType, T: int) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The form of a family that computes this fastest: one kernel for one token."""
+    """The fastest form of a recurrence: for one token, one kernel."""
     return op.recurrent if always_true(T == 1) and sharing() is None else op.chunk
 
 
 def _with(g: Tensor | None, of_channels: Tensor | None, size: int | None = None) -> Tensor | None:
-    """The decay of heads and that of channels as one of channels, of which there are `size`."""
+    """The sum of the decays of heads and of channels, for `size` channels."""
     if g is None:
         return of_channels
     if of_channels is None:
@@ -205,5 +205,5 @@ def _with(g: Tensor | None, of_channels: Tensor | None, size: int | None = None)
 
 
 def _for_each_value(groups: int, *tensors: Tensor, axis: int = 2) -> list[Tensor]:
-    """Heads of queries or keys, once for each head of values that shares them."""
+    """Heads of queries or keys, repeated for each head of values that shares them."""
     return [x.repeat_interleave(groups, axis) if groups > 1 else x for x in tensors]

@@ -35,7 +35,7 @@ def mamba3_siso_combined(
     return_final_states: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor | Any:
-    r"""Mamba-3's scan of a sequence, each token of which writes one key and reads one query.
+    r"""Mamba-3's scan of a sequence with one key and one query per token.
 
     $$\theta_t = \theta_{t-1} + \pi \tanh(Angles_t)\, DT_t \qquad
     k_t = R(\theta_t) (K_t + K\_bias) \qquad q_t = R(\theta_t) (Q_t + Q\_bias)$$
@@ -44,21 +44,21 @@ def mamba3_siso_combined(
     $$out_t = (S_t q_t + D\, v_t) \odot \operatorname{silu}(Z_t)$$
 
     From "Mamba-3: Improved Sequence Modeling using State Space Principles" (<https://arxiv.org/abs/2603.15569>). The
-    trapezoidal rule writes a part of each token at the next. ``R`` turns neighbouring numbers, ``2 i`` and ``2 i + 1``,
-    by the ``i``-th angle, and leaves the others. A single token takes the form for decoding. Time steps, gates and
-    angles have the axes of all tokens here, ``[B, T, H]``; mamba-ssm has ``[B, H, T]``.
+    trapezoidal rule writes a part of each token at the next. ``R`` rotates neighbouring numbers, ``2 i`` and
+    ``2 i + 1``, by the ``i``-th angle, and not the others. A single token takes the form for decoding. Time steps,
+    gates and angles have the axes of all tokens here, ``[B, T, H]``; mamba-ssm has ``[B, H, T]``.
 
     Args:
         Q: Queries, ``[B, T, G, S]``, in the dtype of `V`; ``S`` is even, ``G`` divides ``H``, and head ``h`` has group
             ``h // (H / G)``.
         K: Keys, ``[B, T, G, S]``, in the dtype of `V`.
         V: Values, ``[B, T, H, P]``, in float32, bfloat16, float16 or float64.
-        ADT: Log decays, ``[B, T, H]``, from 0 to -inf, in any float dtype, as all that follow.
+        ADT: Log decays, ``[B, T, H]``, from 0 to -inf, in any float dtype, like all the following.
         DT: Time steps, ``[B, T, H]``, at least 0.
         Trap: Logits of the share of a token that is written at once, ``[B, T, H]``.
         Q_bias: Added to the queries of each head, ``[H, S]``.
         K_bias: Added to the keys of each head, ``[H, S]``.
-        Angles: How fast each pair turns, ``[B, T, H, A]``, or ``[B, T, 1, A]`` for all heads; ``A`` is from 1 to
+        Angles: Rotation speed of each pair, ``[B, T, H, A]``, or ``[B, T, 1, A]`` for all heads; ``A`` is from 1 to
             ``S / 2``.
         D: What joins values and output directly, ``[H]``. Default: nothing.
         Z: Gate of the output, ``[B, T, H, P]``, through silu. Default: none.
@@ -72,7 +72,7 @@ def mamba3_siso_combined(
     Returns:
         ``out``, ``[B, T, H, P]`` in the dtype of `V`, or under autocast in its dtype; or ``(out, angle, state, k, v)``,
             where all but `out` are new tensors: the angles from -pi to pi, ``[N, H, A]``, and the states,
-            ``[N, H, P, S]``, in float32 (float64 for float64 inputs); the last keys, biased and turned, ``[N, H, S]``,
+            ``[N, H, P, S]``, in float32 (float64 for float64 inputs); the last keys, biased and rotated, ``[N, H, S]``,
             and the last values, ``[N, H, P]``, in the dtype of `out`.
 
     Raises:
@@ -121,7 +121,7 @@ def mamba3_mimo_combined(
     outproj_norm_eps: float = 1e-5,
     Input_States: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor | Any:
-    r"""Mamba-3's scan of a sequence, each token of which writes ``R`` keys and reads ``R`` queries of one state.
+    r"""Mamba-3's scan of a sequence with ``R`` keys and ``R`` queries of one state per token.
 
     It is [mamba3_siso_combined][flacompose.ops.mamba3_siso_combined] with a sum over keys in each write,
 
@@ -129,7 +129,7 @@ def mamba3_mimo_combined(
     y_{t,r} = S_t q_{t,r} + D\, (v_t \odot MIMO\_V_r)$$
     $$out_t = \sum_r MIMO\_Out_r \odot y_{t,r} \odot \operatorname{silu}(MIMO\_Z_r \odot Z_t)$$
 
-    and pairs that lie half a key apart: number ``i`` turns together with ``i + S / 2``.
+    and pairs that are half a key apart: numbers ``i`` and ``i + S / 2`` are rotated together.
 
     Args:
         Q: Queries, ``[B, T, R, G, S]``, in the dtype of `V`.
@@ -139,16 +139,16 @@ def mamba3_mimo_combined(
             [mamba3_siso_combined][flacompose.ops.mamba3_siso_combined].
         Q_bias: Added to the queries of each head, ``[H, R, S]``.
         K_bias: Added to the keys of each head, ``[H, R, S]``.
-        MIMO_V: What the values of each key are multiplied by, ``[H, R, P]``.
-        MIMO_Z: What the gates of each query are multiplied by, ``[H, R, P]``. It is given if `Z` is, or not used.
-        MIMO_Out: What outputs are multiplied by before they are summed, ``[H, R, P]``, or None for no sum.
+        MIMO_V: Factors of the values of each key, ``[H, R, P]``.
+        MIMO_Z: Factors of the gates of each query, ``[H, R, P]``. Given if `Z` is, otherwise not used.
+        MIMO_Out: Weights of the sum of outputs, ``[H, R, P]``, or None for no sum.
         chunk_size: Taken because mamba-ssm has it, and not used: it changes no result.
-        rotary_dim_divisor: ``S // A``: that `Angles` are so many.
+        rotary_dim_divisor: ``S // A``, where ``A`` is the number of `Angles`.
         dtype: Taken because mamba-ssm has it, and not used: products have the dtype of `V`.
         return_state: Whether to return the states after the last token too.
         fuse_pregate_headwise_rms_norm: Whether each $y_{t,r}$ of a head is divided by its root mean square before it is
             gated.
-        outproj_norm_weight: What such a norm multiplies by, ``H * P`` numbers in any shape. Default: ones.
+        outproj_norm_weight: Weight of this norm, ``H * P`` numbers in any shape. Default: ones.
         outproj_norm_eps: Added to its mean square.
         Input_States: The four states before the first token, as they are returned, in any float dtype. Default: zeros.
 
@@ -205,7 +205,7 @@ def normed(y: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def mixed(y: Tensor, z: Tensor | None, mimo_z: Tensor | None, mimo_out: Tensor | None) -> Tensor:
-    """What ``R`` queries read, ``y [B, T, R, H, P]``, gated by ``z [B, T, H, P]``, and summed if there are weights."""
+    """The reads of ``R`` queries, ``y [B, T, R, H, P]``, gated by ``z [B, T, H, P]``, and perhaps summed."""
     if z is not None and mimo_z is not None:
         y = y * F.silu(upcast(z, y).unsqueeze(2) * mimo_z.transpose(0, 1))
     return y if mimo_out is None else (y * mimo_out.transpose(0, 1)).sum(2)
@@ -215,7 +215,7 @@ def _check_all(
     Q: Any, K: Any, V: Any, ADT: Any, DT: Any, Trap: Any, Q_bias: Any, K_bias: Any, Angles: Any, D: Any, Z: Any,
     given: Any, chunk_size: Any, cu_seqlens: Any, rank: int | None,
 ) -> States:  # fmt: skip
-    """Check what both functions take, return the states before the first token; with `rank`, there are ``R`` keys."""
+    """Check the arguments of both functions, with ``R`` keys by `rank`; return the initial states."""
     require.axes("V", V, ("B", "T", "H", "P"))
     B, T, H, P = V.shape
     R = () if rank is None else (rank,)
@@ -268,7 +268,7 @@ def _check_all(
 
 
 def _in_sequences(inputs: Scanned, cu_seqlens: Tensor | None) -> Scanned:
-    """`inputs` with zeros for tokens that are in no sequence: what such a token holds counts for nothing."""
+    """`inputs` with zeros for tokens in no sequence, which have no effect."""
     names = ("Q", "K", "V", "ADT", "DT", "Trap", "Angles")
     tokens = without_tail(cu_seqlens, *(getattr(inputs, name) for name in names))
     return inputs._replace(**dict(zip(names, tokens, strict=True)))

@@ -50,8 +50,8 @@ def chunk_mlstm(
     (<https://arxiv.org/abs/2503.13427>). The exponential input gate may be of any size: `m` keeps all exponentials at
     most 1, and scales `C` and `n` by ``exp(-m)`` without a change of the output.
 
-    `m` is a constant in derivatives. So the gradients of all that follows from `o` are exact but for `eps`, also
-    through ``(C, n, m)`` that a later call begins with. A loss on `C` or `n` has the gradient of the numbers at a given
+    `m` is a constant in derivatives. So all gradients through `o` are exact except for `eps`, also through the
+    ``(C, n, m)`` with which a later call begins. A loss on `C` or `n` has the gradient of the numbers at a given
     scale. An initial `m` gets no gradient, except from the copy of it that a sequence without tokens returns.
 
     Args:
@@ -60,7 +60,7 @@ def chunk_mlstm(
         v: Values, ``[B, T, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head ``h`` of them
             goes with head ``h // (HV / H)`` of queries and keys.
         i: Input gate before its exponential, ``[B, T, HV]``, any number or -inf; any float dtype.
-        f: Forget gate before its sigmoid, ``[B, T, HV]``, any number or -inf, which forgets all; any float dtype.
+        f: Forget gate before its sigmoid, ``[B, T, HV]``, any number or -inf, which resets the state; any float dtype.
         scale: Factor of the queries. Default: ``K ** -0.5``.
         initial_state: State before the first token, the tuple ``(C, n, m)``, ``[N, HV, K, V]``, ``[N, HV, K]`` and
             ``[N, HV]``, in any float dtype. Default: zeros.
@@ -128,7 +128,7 @@ def _run(
     output_states: int | None = None,
 ) -> tuple[Tensor, MLSTMState | None]:
     scale = require.scale(scale, q)
-    # A default in the signature Dynamo would take for an input of the graph, and compile twice.
+    # Not a default in the signature, which Dynamo would take for an input of the graph, and compile twice.
     eps = 1e-6 if eps is None else eps
     require.not_negative("eps", eps)
     C = n = m = None
@@ -159,8 +159,9 @@ def _run(
             if output_states is not None:
                 state = [x.unsqueeze(1) for x in state]
             return o, tuple(state) if output_final_state else None
-        # Of logarithms far below 0 the exponentials are 0, and differences would be no more than rounding. The bound is
-        # no constant of the module, since Dynamo would take it for an input, and compile twice.
+        # Far below 0 exponentials of logarithms are 0, and their differences would be mere rounding errors.
+        # The bound is no constant of the module, since Dynamo would take that for an input, and compile
+        # twice.
         g, m_t, m = stabilizer.forward(i.detach().clamp(min=-1e4), log_sigmoid(f), m, cu_seqlens)
         written, least, out_dtype = (i - m_t).exp(), (-m_t).exp(), v.dtype
         if out_dtype == torch.float16:  # the numerator may be too large for it

@@ -90,5 +90,5 @@ def log_decay(HV: int, q: Tensor) -> Tensor:
     """``log(1 - 2 ** (-5 - h))``, ``[HV]``, in float32 (float64 for float64 queries `q`)."""
     dtype = state_dtype(q.dtype)
     power = torch.logspace(-5, -4 - HV, HV, base=2.0, dtype=dtype, device=q.device)
-    # log1p keeps what `1 - power` would round away.
+    # log1p keeps the digits that `1 - power` would round off.
     return replicated(power.neg_().log1p_(), q)

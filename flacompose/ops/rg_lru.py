@@ -38,7 +38,7 @@ def chunk_rg_lru(
         x: Inputs, ``[B, T, D]``, in float32, bfloat16, float16 or float64.
         r: Recurrence gates before their sigmoid, ``[B, T, D]``, in any float dtype.
         i: Input gates before their sigmoid, ``[B, T, D]``, in any float dtype.
-        a_param: What the rates of decay are the softplus of, ``[D]``, finite, in any float dtype.
+        a_param: Rates of decay before softplus, ``[D]``, finite, in any float dtype.
         reset: Where the state is multiplied by 0 and the input enters at full strength, ``[B, T]``, bool. A state that
             is not finite stays so. Default: nowhere.
         initial_state: State before the first token, ``[N, D]``, in any float dtype. Default: zeros.

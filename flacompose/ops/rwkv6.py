@@ -30,7 +30,7 @@ def chunk_rwkv6(
 
     From "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence"
     (<https://arxiv.org/abs/2404.05892>). The state is read before the token decays it and is written to it; the bonus
-    ``u`` is what the token sees of itself.
+    ``u`` weights the token's own contribution.
 
     Args:
         r: Receptances, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.

@@ -29,9 +29,9 @@ def chunk_rwkv7(
     $$S_t = \operatorname{diag}(e^{w_t})\, S_{t-1} + b_t (S_{t-1}^\top a_t)^\top + k_t v_t^\top \qquad
     o_t = \text{scale} \cdot S_t^\top r_t$$
 
-    In RWKV7, ``a`` is ``-kappa``, a key of norm 1 that says what is removed, and ``b`` is ``kappa * eta``, where each
-    channel of ``eta``, the in-context learning rate, is between 0 and 1. From "RWKV-7 Goose with Expressive Dynamic
-    State Evolution" (<https://arxiv.org/abs/2503.14456>), equation 17. It is
+    In RWKV7, ``a`` is ``-kappa``, a key of norm 1 under which values are removed, and ``b`` is ``kappa * eta``, where
+    each channel of ``eta``, the in-context learning rate, is between 0 and 1. From "RWKV-7 Goose with Expressive
+    Dynamic State Evolution" (<https://arxiv.org/abs/2503.14456>), equation 17. It is
     [chunk_dplr_delta_rule][flacompose.ops.chunk_dplr_delta_rule] with its arguments in another
     order; its documentation says how large states become.
 

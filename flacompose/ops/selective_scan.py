@@ -30,20 +30,21 @@ def selective_scan_fn(
     initial_states: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor | Any:
-    r"""Mamba's scan of a sequence, with all that surrounds it: the form for training and for prompts.
+    r"""Mamba's scan of a sequence, with its time steps, skip and gate: the form for training and for prompts.
 
     $$\Delta_t = \operatorname{softplus}(\delta_t + \delta\_bias) \qquad
     h_t = e^{\Delta_t A} \odot h_{t-1} + (\Delta_t \odot u_t)\, B_t^\top \qquad
     y_t = (h_t C_t + D \odot u_t) \odot \operatorname{silu}(z_t)$$
 
     From "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (<https://arxiv.org/abs/2312.00752>). Each
-    channel has a state of ``S`` numbers and a time step of its own. All tokens' states are never in memory at once.
+    channel has a state of ``S`` numbers and a time step of its own. The states of all tokens are
+    never in memory at once.
 
     Args:
         u: Inputs, ``[B, T, D]``, in float32, bfloat16, float16 or float64.
         delta: Time steps, ``[B, T, D]``, at least 0 (after the softplus, if there is one), in any float dtype.
-        A: Rates, ``[D, S]``, at most 0, in any float dtype. One of -inf forgets all at a time step above 1e-36, and
-            nothing at one of 0; its gradient is 0. Rates below -1e31 (-1e310 in float64) give `delta` no gradient.
+        A: Rates, ``[D, S]``, at most 0, in any float dtype. One of -inf resets the state at a time step above 1e-36,
+            and does nothing at one of 0; its gradient is 0. Rates below -1e31 (-1e300 in float64) give `delta` no gradient.
         B: How inputs enter the state, ``[B, T, S]`` or ``[B, T, G, S]``, in the dtype of `u`; ``G`` divides ``D``, and
             channel ``d`` has group ``d // (D / G)``.
         C: How the state is read, of the shape and dtype of `B`.
@@ -104,7 +105,8 @@ def selective_scan_fn(
     more_than_scan = D is not None or z is not None or delta_bias is not None or delta_softplus
     tokens = None
     if more_than_scan and cu_seqlens is not None:
-        # A token in no sequence may hold anything. As 0 it adds nothing to the gradients of D and delta_bias.
+        # A token in no sequence may hold any number. With 0 it adds nothing to the gradients of D and
+        # delta_bias.
         tokens = inside(cu_seqlens, T)[:, None]
         u, delta = u.where(tokens, 0), delta.where(tokens, 0)
         z = None if z is None else z.where(tokens, 0)
@@ -121,7 +123,7 @@ def selective_scan_fn(
         out = upcast(out) * F.silu(upcast(z, u))
     out = out.to(y.dtype)
     if tokens is not None:
-        # Tokens in no sequence are 0 already. But if `D`, or a gradient that arrives there, is not finite, 0 times it
-        # would be NaN.
+        # Tokens in no sequence are 0 already. But if `D`, or a gradient that arrives there, is not finite,
+        # its product with 0 would be NaN.
         out = out.where(tokens, 0)
     return (out, states) if return_last_state else out

@@ -37,7 +37,7 @@ def mamba_chunk_scan_combined(
     return_final_states: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor | Any:
-    r"""Mamba-2's scan of a sequence, with all that surrounds it.
+    r"""Mamba-2's scan of a sequence, with its time steps, skip and gate.
 
     $$\Delta_t = \operatorname{clamp}(\operatorname{softplus}(dt_t + dt\_bias)) \qquad
     h_t = e^{\Delta_t A}\, h_{t-1} + \Delta_t\, x_t B_t^\top \qquad
@@ -45,13 +45,13 @@ def mamba_chunk_scan_combined(
 
     From "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space Duality"
     (<https://arxiv.org/abs/2405.21060>). It is [chunk_simple_gla][flacompose.ops.chunk_simple_gla] of queries ``C``,
-    keys ``B``, values ``dt * x`` and gates ``dt * A``, whose states are these transposed: ``[N, H, S, P]``.
+    keys ``B``, values ``dt * x`` and gates ``dt * A``, with transposed states: ``[N, H, S, P]``.
 
     Args:
         x: Inputs, ``[B, T, H, P]``, in float32, bfloat16, float16 or float64.
         dt: Time steps, ``[B, T, H]``, in any float dtype.
-        A: Rate of each head, ``[H]``, at most 0. One of -inf forgets all at a time step above 1e-36, and nothing at one
-            of 0; its gradient is 0. Rates below -1e31 (-1e310 in float64) give `dt` no gradient.
+        A: Rate of each head, ``[H]``, at most 0. One of -inf resets the state at a time step above 1e-36,
+            and does nothing at one of 0; its gradient is 0. Rates below -1e31 (-1e300 in float64) give `dt` no gradient.
         B: How inputs enter the state, ``[B, T, G, S]``, in the dtype of `x`; ``G`` divides ``H``, and head ``h`` has
             group ``h // (H / G)``.
         C: How the state is read, ``[B, T, G, S]``, in the dtype of `x`.
@@ -124,7 +124,7 @@ def selective_state_update(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    r"""One token of Mamba or Mamba-2: the output, and the new state, the one given being left as it is.
+    r"""One token of Mamba or Mamba-2: the output and the new state; the given state is not changed.
 
     $$\Delta = \operatorname{softplus}(dt + dt\_bias) \qquad h' = e^{\Delta A} \odot h + \Delta\, x B^\top \qquad
     y = (h' C + D \odot x) \odot \operatorname{silu}(z)$$
@@ -135,7 +135,7 @@ def selective_state_update(
 
     Args:
         state: ``[N, H, P, S]``, in any float dtype. It is computed with in float32 (float64 for float64 states).
-        x: Input, ``[N, H, P]``, in any float dtype, as all that follow.
+        x: Input, ``[N, H, P]``, in any float dtype, like all the following.
         dt: Time steps, ``[N, H, P]``.
         A: Rates, ``[H, P, S]``, at most 0, -inf as in
             [mamba_chunk_scan_combined][flacompose.ops.mamba_chunk_scan_combined].
@@ -217,9 +217,10 @@ def chunk_ssd(
     output_final_state: Literal[True] = True,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The scan as the layer takes it: time steps are ready, heads may be of any size, states are ``[N, H, S, P]``.
+    """The layer's scan: time steps are ready, heads have any size, states are ``[N, H, S, P]``.
 
-    Layers always want the states. Where a head does not fit in the operator, the scan is made of `chunk_simple_gla`.
+    Layers always need the states. If a head does not fit in the operator, `chunk_simple_gla` computes the
+    scan.
     """
     if not fits(x):
         return _composed(chunk_simple_gla, C, B, x, dt, A, D, z, initial_state, cu_seqlens)
@@ -239,7 +240,7 @@ def recurrent_ssd(
     cu_seqlens: Tensor | None = None,
     output_states: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`chunk_ssd` token by token. With `output_states` it returns that many states, as `fused_recurrent_simple_gla`."""
+    """`chunk_ssd` token by token; `output_states` as in `fused_recurrent_simple_gla`."""
     op = partial(fused_recurrent_simple_gla, output_states=output_states)
     return _composed(op, C, B, x, dt, A, D, z, initial_state, cu_seqlens)
 

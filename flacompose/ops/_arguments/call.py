@@ -1,4 +1,4 @@
-"""The call of an op: its inputs, checked against the signature of the family, and the results that are wanted."""
+"""The call of an op: its inputs, checked against the signature of the recurrence, and its results."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def check(
     logits: Collection[str] = (),
     values: bool = True,
 ) -> None:
-    """Check all tensors of the `inputs` of the family `op`, without reading their values, and the flag.
+    """Check all tensors of the `inputs` of the recurrence `op`, without reading their values, and the flag.
 
-    The axes that the family's signature has for a tensor say which shape it must have: the first tensor with an axis
-    gives its size, ``HV`` is a multiple of ``H``, and ``N`` is the number of sequences. All are floats on the device of
-    the first input, and those that autocast casts have its dtype. Errors call an input as `names` does, or as the
-    family does. Those that are `required` may not be absent, though the family would take them so. The `logits` are
-    those of which the public function makes what the family takes. Within `flacompose.checked`, their `values`
-    are checked too.
+    The axes of a tensor in the signature determine its shape: the first tensor with an axis sets the size of
+    the axis, ``HV`` is a multiple of ``H``, and ``N`` is the number of sequences. All are floats on the
+    device of the first input, and those that autocast casts have its dtype. Errors use the names of inputs in
+    `names`, or those of the signature. The `required` inputs must be given, even if they are optional in the
+    signature. From the `logits` the public function computes the inputs. Within `flacompose.checked`, their
+    `values` are checked too.
     """
     require.flags(output_final_state=output_final_state)
     names = names or {}
@@ -75,7 +75,7 @@ def check(
 
 @assume_constant_result
 def _tensors_of(op: ModuleType) -> tuple[Argument, ...]:
-    """The tensors that a family takes, as a constant: guards on them would be half of all guards of a graph.
+    """The tensors of a signature, as a constant: guards on them would be half of all guards of a graph.
 
     Dynamo puts the result into the globals of the compiled module, under a new name at each compilation.
     """

@@ -1,4 +1,4 @@
-"""The states after each of the last tokens, which recurrent forms return when they are asked for them."""
+"""Intermediate states: those after each of the last tokens, which recurrent forms return on request."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def recurrent_form(
     output_states: int | None,
     stride: int = 1,
 ) -> tuple[Form, bool]:
-    """The recurrent form of a family's op, and whether its second result is wanted.
+    """The recurrent form of a recurrence's op, and whether its second result is wanted.
 
-    With `output_states` it is the form whose second result is that many states; `stride` tokens of the op then stand
-    for one of ``x [B, T, ...]``.
+    With `output_states` it is the form whose second result has that many states; `stride` tokens of the op
+    then stand for one of ``x [B, T, ...]``.
     """
     require.flags(output_final_state=output_final_state)
     if sharing() is not None:
@@ -52,7 +52,7 @@ def windows(history: Tensor, W: int, n: int) -> Tensor:
 
 
 def check(n: Any, x: Any, cu_seqlens: Tensor | None, name: str = "output_states") -> None:
-    """Check the argument `name`, the number of states wanted of ``x [B, T, ...]``, which need not be checked yet."""
+    """Check the argument `name`, the number of states wanted of ``x [B, T, ...]``, which may be unchecked."""
     require.integer(name, n)
     n = int(n)  # NumPy's integers compare to bools of their own
     if not 1 <= n <= MAX_STATES:

@@ -1,4 +1,4 @@
-"""Heads of more keys or values than the ops take at once, as several calls of an op."""
+"""Large heads: more keys or values than an op takes at once, computed by several calls of the op."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Op = Callable[..., tuple[Tensor, Any]]  # returns the output and the state after
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Whether the ops take heads as large as those of these tensors, ``[..., D]``, in one call."""
+    """Whether the ops take heads of the size of these tensors, ``[..., D]``, in one call."""
     return all(x.shape[-1] <= MAX_HEAD_SIZE for x in tensors)
 
 
@@ -24,10 +24,10 @@ def by_values(
 ) -> tuple[Tensor, Any]:
     """`op` from `initial_state` on, for ``v [B, T, H, V]`` of any ``V``.
 
-    Each value has a column of its own in the state ``[N, H, K, V]``, and no column depends on another. So each call
-    takes some of the columns, and the results are put side by side. What depends on queries, keys and gates alone is
-    computed again in every call. A normaliser ``[N, H, K]``, which some ops have beside the state, is the same in all.
-    The states that come back may be several, ``[N, n, H, K, V]``.
+    Each value has its own column of the state ``[N, H, K, V]``, and columns are independent. So each call
+    takes some of the columns, and the results are concatenated. Intermediate results of queries, keys and
+    gates alone are computed again in every call. The denominator's state ``[N, H, K]``, which some ops have
+    beside the state, is the same in all calls. The returned states may be several, ``[N, n, H, K, V]``.
     """
     if fits(v):
         return op(q, k, v, *args, initial_state=initial_state, **options)
@@ -45,10 +45,10 @@ def by_values(
 def by_keys(
     op: Op, initial_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """`op` from `initial_state` on, for ``q, k [B, T, H, K]`` of any ``K``, where no gate is on the key axis.
+    """`op` from `initial_state` on, for ``q, k [B, T, H, K]`` of any ``K``, without gates on the key axis.
 
-    Each key has a row of its own in the state ``[N, H, K, V]``, no row depends on another, and the output is the sum
-    of what is read from all rows, so `op` should not round it.
+    Each key has its own row of the state ``[N, H, K, V]``, rows are independent, and the output is the sum of
+    the reads of all rows, so `op` should not round it.
     """
     if fits(q):
         return op(q, k, v, initial_state=initial_state, **options)
@@ -61,7 +61,7 @@ def by_keys(
 
 
 def _parts(size: int) -> list[slice]:
-    """Slices that cover an axis of this size, each as large as the ops take at most."""
+    """Slices that cover an axis of this size, each at most as large as the ops take."""
     return [slice(start, start + MAX_HEAD_SIZE) for start in range(0, size, MAX_HEAD_SIZE)]
 
 

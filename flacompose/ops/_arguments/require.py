@@ -1,4 +1,4 @@
-"""Argument checks of the public functions, in one wording, without reading a tensor's values."""
+"""Argument checks of the public functions, with uniform messages, without reading a tensor's values."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def tensor(name: str, x: object) -> None:
 
 
 def floating(name: str, x: Tensor) -> None:
-    """Check that `x` is a tensor of a dtype that the ops take."""
+    """Check that `x` is a tensor of a supported dtype."""
     tensor(name, x)
     if x.dtype not in _FLOATS:
         raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {_name(x.dtype)}")
 
 
 def axes(name: str, x: Tensor, names: tuple[str, ...]) -> None:
-    """Check that `x` is a float tensor with axes of these names, as ``("B", "T", "D")``."""
+    """Check that `x` is a float tensor with axes of these names, such as ``("B", "T", "D")``."""
     floating(name, x)
     if x.dim() != len(names):
         raise ValueError(f"{name} must have shape [{', '.join(names)}], got {tuple(x.shape)}")
 
 
 def same_dtype(q: Tensor, name: str, x: Tensor, q_name: str = "q") -> None:
-    """Check that `x` has the dtype of `q`, or that autocast will cast both to one dtype, as it does all but float64."""
+    """Check that `x` has the dtype of `q`, or that autocast will cast both, which are not float64."""
     if x.dtype == q.dtype or (autocast_on(q.device) and torch.float64 not in (q.dtype, x.dtype)):
         return
     raise TypeError(
@@ -50,14 +50,14 @@ def same_dtype(q: Tensor, name: str, x: Tensor, q_name: str = "q") -> None:
 
 
 def head_size(name: str, x: Tensor, size_of: str = "head") -> None:
-    """Check that ``D`` of ``x [..., D]`` is a size that the ops take; errors call it the size of a `size_of`."""
+    """Check that ``D`` of ``x [..., D]`` is a supported size; errors call it the size of a `size_of`."""
     not_empty(name, x)
     if violated(x.shape[-1] <= MAX_HEAD_SIZE):
         raise ValueError(f"{name} must have a {size_of} size of at most {MAX_HEAD_SIZE}, got {x.shape[-1]}")
 
 
 def not_empty(name: str, x: Tensor) -> None:
-    """Check that no axis of ``x [B, T, ...]`` is empty; where ranks share the tokens, one of them may have none."""
+    """Check that no axis of ``x [B, T, ...]`` is empty; sequence parallel, ``T`` may be 0."""
     if is_empty(x.shape if sharing() is None else (*x.shape[:1], *x.shape[2:])):
         raise ValueError(f"{name} must have no empty dimension, got {tuple(x.shape)}")
 
@@ -68,7 +68,7 @@ def is_empty(shape: Sequence[int]) -> bool:
         return 0 in shape
     for size in shape:
         filled = size > 0
-        # Most conditions are True, and Dynamo takes long to trace a call.
+        # Most conditions are True, and Dynamo traces a call slowly.
         if filled is not True and violated(filled):
             return True
     return False
@@ -88,13 +88,13 @@ def has_shape(x: Tensor, shape: Sequence[int]) -> bool:
 
 
 def like(q: Tensor, name: str, x: Tensor, shape: Sequence[int], q_name: str = "q") -> None:
-    """Check that `x` is a float tensor of this shape on the device of `q`, which errors call `q_name`."""
+    """Check that `x` is a float tensor of this shape on the device of `q`, called `q_name` in errors."""
     floating(name, x)
     shape_and_device(q, name, x, shape, q_name)
 
 
 def shape_and_device(q: Tensor, name: str, x: Tensor, shape: Sequence[int], q_name: str) -> None:
-    """Check that the tensor `x` has this shape, and is on the device of `q`, which errors call `q_name`."""
+    """Check that `x` has this shape, and is on the device of `q`, whose name in errors is `q_name`."""
     if not has_shape(x, shape):
         why = _layout(q, name, x, shape, q_name)
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}{why}")
@@ -103,7 +103,7 @@ def shape_and_device(q: Tensor, name: str, x: Tensor, shape: Sequence[int], q_na
 
 
 def _layout(q: Tensor, name: str, x: Tensor, shape: Sequence[int], q_name: str) -> str:
-    """What errors say of a tensor of a wrong shape which would be right, or whose `q` would be, in another layout."""
+    """The hint of an error about a shape that would be right, or whose `q` would be, in another layout."""
     if x.dim() != len(shape) or x.dim() < 3:
         return ""
     if "state" in name.lower():
@@ -121,7 +121,7 @@ def _layout(q: Tensor, name: str, x: Tensor, shape: Sequence[int], q_name: str) 
 
 
 def _of_a_layer(x: object) -> str:
-    """What errors add where the state of a layer is given, of which an op takes a part."""
+    """The hint of an error if a layer's state is given in place of the part that an op takes."""
     return ": of the state of a layer, give .recurrent" if hasattr(x, "recurrent") else ""
 
 
@@ -144,7 +144,7 @@ def parameter(q: Tensor, name: str, x: Tensor | None, shape: tuple[int, ...], q_
 
 
 def sequences(q: Tensor, cu_seqlens: Tensor | None, q_name: str = "q") -> int:
-    """Check `cu_seqlens` for `q`, which errors call `q_name`, return the number of sequences ``N``."""
+    """Check `cu_seqlens` for `q`, whose name in errors is `q_name`; return the number of sequences ``N``."""
     B = q.shape[0]
     if cu_seqlens is None:
         return B
@@ -159,14 +159,14 @@ def sequences(q: Tensor, cu_seqlens: Tensor | None, q_name: str = "q") -> int:
 
 
 def indices(name: str, x: Tensor) -> None:
-    """Check that `x` is a tensor of a dtype that PyTorch takes for indices."""
+    """Check that `x` is a tensor of a dtype of indices."""
     tensor(name, x)
     if x.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {_name(x.dtype)}")
 
 
 def integer(name: str, x: Any, otherwise: str = "") -> None:
-    """Check that `x` is an int. `otherwise` follows "must be an int" in the error: what else may be given."""
+    """Check that `x` is an int. `otherwise` follows "must be an int" in the error: other valid values."""
     if isinstance(x, bool) or not isinstance(x, (Integral, torch.SymInt)):
         raise TypeError(f"{name} must be an int{otherwise}, got {type(x).__name__}")
 
@@ -179,7 +179,7 @@ def count(name: str, x: Any) -> None:
 
 
 def flags(**values: object) -> None:
-    """Check that each is True or False. An ``if`` takes any value, and would take the string "False" for True."""
+    """Check that each is True or False. For an ``if`` the string "False" would be true."""
     for name, x in values.items():
         if not isinstance(x, bool):
             raise TypeError(f"{name} must be a bool, got {shown(x)}")
@@ -191,7 +191,7 @@ def is_one_of(x: object, *choices: str | None) -> bool:
 
 
 def shown(x: object) -> str:
-    """How errors show `x`: a tensor without its values, which would have to be read from its device."""
+    """The form of `x` in errors: for a tensor its type, since nothing is read from its device."""
     return type(x).__name__ if isinstance(x, Tensor) else repr(x)
 
 
@@ -204,8 +204,8 @@ def number(name: str, x: object) -> None:
 def finite(name: str, x: float) -> None:
     """Check that `x` is a finite real number."""
     number(name, x)
-    # On a symbolic number these comparisons need no guard, and math.isfinite would break the graph.
-    # The greatest float as a literal: Dynamo would take `sys.float_info.max` for an input of the graph.
+    # On a symbolic number these comparisons need no guard, but math.isfinite would break the graph. The
+    # largest float is a literal: Dynamo would take `sys.float_info.max` for an input of the graph.
     too_large = isinstance(x, int) and abs(x) > 1.7976931348623157e308
     if too_large or not -math.inf < x < math.inf:  # so that NaN fails
         raise ValueError(f"{name} must be finite, got {x}")
@@ -220,17 +220,17 @@ def not_negative(name: str, x: float) -> None:
 
 
 def scale(x: float | None, q: Tensor) -> float:
-    """Check the argument `scale`, return it, or its default for ``q [..., K]``, which need not be checked yet."""
+    """Check the argument `scale` and return it, or its default for ``q [..., K]``, which may be unchecked."""
     if x is not None:
         finite("scale", x)
         return x
-    # Of anything else than a tensor of tokens, which the checks that follow refuse, any number will do.
+    # If `q` is no tensor of tokens, later checks refuse it, so any number will do here.
     K = q.shape[-1] if isinstance(q, Tensor) and not q.is_nested and q.dim() > 0 else 1
     return 1.0 if violated(K > 0) else K**-0.5
 
 
 def kind(x: object) -> str:
-    """What to call `x`, which should be a state, in an error: its type, and its length if it is a tuple or a list."""
+    """The form of `x`, no valid state, in errors: its type, and its length if a tuple or a list."""
     length = f" of {len(x)}" if isinstance(x, (tuple, list)) else ""
     return type(x).__name__ + length + _of_a_layer(x)
 

@@ -15,14 +15,14 @@ from flacompose.ops._tensors.dtype import upcast
 from flacompose.ops._tensors.packed import bounds, inside, last_of_rows, sequence_count, sequence_of
 from flacompose.ops._tensors.sizes import always_true
 
-LOWEST = -1e300  # stands for -inf, of which differences and derivatives would be NaN
-LEVELS = 20  # of the scan in a trace: one graph serves up to 2 ** 20 tokens, more tokens need another one
+LOWEST = -1e300  # replaces -inf, whose differences and derivatives would be NaN
+LEVELS = 20  # levels of the scan in a trace: a graph serves up to 2 ** 20 tokens, more need another graph
 
 
 class Normalized(NamedTuple):
-    """``z_t = logaddexp(z_{t-1}, s_t)``, and what it makes of ``s``, all of one dtype, that of sums."""
+    """``z_t = logaddexp(z_{t-1}, s_t)``, and the results for ``s``, all of one dtype, that of sums."""
 
-    gates: Tensor  # [B, T, ...]: z_{t-1} - z_t, 0 where nothing but -inf has come
+    gates: Tensor  # [B, T, ...]: z_{t-1} - z_t, 0 while all logits are -inf
     weights: Tensor  # [B, T, ...]: exp(s_t - z_t), 0 likewise; exp(gates) + weights is 1 elsewhere
     z: Tensor  # [N, ...]: after the last token of each sequence, or [N, n, ...] after each of the last n
 
@@ -30,12 +30,12 @@ class Normalized(NamedTuple):
 def running_logsumexp(
     s: Tensor, z: Tensor | None = None, cu_seqlens: Tensor | None = None, output_states: int | None = None
 ) -> Normalized:
-    """Sum ``exp(s)``, ``s [B, T, ...]``, over the tokens so far, from ``z [N, ...]`` on, -inf unless given.
+    """The running logsumexp of ``s [B, T, ...]`` over the tokens, from ``z [N, ...]`` on, -inf unless given.
 
-    It is plain PyTorch, and a trace of it has the same operations for every ``T`` above 1. `torch.logcumsumexp` is not
-    used: its derivatives are NaN at -inf, and its second derivatives are NaN where a gradient is 0. Sums are float64,
-    since after many tokens a gate is a small difference of two large numbers. With `output_states`, `z` is given after
-    each of so many last tokens of a row.
+    It is plain PyTorch, and its trace has the same operations for every ``T`` above 1. `torch.logcumsumexp`
+    is not used: its derivatives are NaN at -inf, and its second derivatives are NaN where a gradient is 0.
+    Sums are float64, since after many tokens a gate is a small difference of two large numbers. With
+    `output_states`, `z` has the results after that many last tokens of a row.
     """
     if hasattr(s, "device_mesh"):
         return Normalized(*by_shard(running_logsumexp, s, z, cu_seqlens, output_states))
@@ -48,7 +48,7 @@ def running_logsumexp(
     t = torch.arange(T, device=x.device)
     ranks, after = sharing(), None
     if ranks is not None:
-        if always_true(T == 0):  # the sum of nothing, which is in the graph as on the other ranks
+        if always_true(T == 0):  # an empty sum, so that the graph has the same gathers as on other ranks
             own = torch.full_like(z, LOWEST) + x.sum((0, 1))
         else:
             with shared(None):
@@ -77,8 +77,8 @@ def running_logsumexp(
     else:
         z = torch.where((cu.diff() > 0)[:, None], total[0, (cu[1:] - 1).clamp(min=0)], z)
     gates, weights = (y.to(dtype).unflatten(-1, shape) for y in (gates, weights))
-    # Unflattened before the other operations, so that `z` is no view: a call that was compiled for a state that is one
-    # would be compiled again for a state that is none.
+    # Unflattened before the other operations, so that `z` is no view: a call compiled for a state that is a
+    # view would be compiled again for one that is not.
     return Normalized(gates, weights, _or_minus_inf(z.unflatten(-1, shape)).to(dtype))
 
 
@@ -87,19 +87,19 @@ def _or_minus_inf(x: Tensor) -> Tensor:
 
 
 def _lowest(x: Tensor) -> Tensor:
-    """Where `x` stands for -inf; a NaN does not."""
+    """Whether `x` stands for -inf; a NaN does not."""
     return x <= LOWEST / 2
 
 
 def _inclusive(x: Tensor, sequence: Tensor) -> Tensor:
     """``log(sum of exp(x_i))`` over the tokens ``i <= t`` of the sequence of ``t``; ``x [B, T, D]``, ``sequence [T]``.
 
-    This is the scan of Hillis and Steele: at each level, the sum of the last 1, 2, 4, ... tokens is joined with that of
-    as many tokens before them.
+    This is the scan of Hillis and Steele: at each level, the sum of the last 1, 2, 4, ... tokens is combined
+    with that of as many tokens before them.
     """
     T = x.shape[1]
     t = torch.arange(T, device=x.device)
-    # A trace has the levels of a long sequence at every length, but for the single token of decoding.
+    # A trace has the levels of a long sequence at every length, except for the single token of decoding.
     traced = torch.jit.is_tracing() or (torch.compiler.is_compiling() and not always_true(T == 1))
     levels = LEVELS if traced else 0
     while 1 << levels < T:

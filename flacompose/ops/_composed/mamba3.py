@@ -1,15 +1,18 @@
-r"""Mamba-3's recurrence as one call of head decay: the trapezoidal rule, keys that turn, and several writes a token.
+r"""Mamba-3's recurrence as head decay: trapezoidal rule, rotary embedding, several writes per token.
 
-A token decays the state by ``a``, writes the token before it with the weight ``b`` and itself with the weight ``c``:
+A token decays the state by ``a``, writes the token before it with the weight ``b`` and itself with the weight
+``c``:
 
     S_t = a_t S_{t-1} + b_t w_{t-1} + c_t w_t        w_t = k_t v_t^T
 
-Without its own write, ``Z_t = S_t - c_t w_t``, a state has one write for each token, of the token before it:
+Without its own write, ``Z_t = S_t - c_t w_t``, a state has one write for each token, that of the token before
+it:
 
     Z_t = a_t Z_{t-1} + (a_t c_{t-1} + b_t) w_{t-1}        S_t q_t = Z_t q_t + c_t (k_t . q_t) v_t
 
-So head decay computes ``Z`` of keys and values one token late, and nothing is ever subtracted. Before the first
-token ``Z`` is the state that is given. It holds all of the write of the token before, whose ``c`` is therefore 0.
+So head decay computes ``Z`` from keys and values one token late, and nothing is ever subtracted. Before the
+first token ``Z`` is the given state, which already contains the whole write of the token before; its ``c`` is
+therefore 0.
 """
 
 from __future__ import annotations
@@ -39,11 +42,11 @@ from flacompose.ops._tensors.sizes import always_true
 
 
 class States(NamedTuple):
-    """What goes on from token to token, of ``N`` sequences; any of it may be None, for zeros."""
+    """The states between tokens, of ``N`` sequences; any of them may be None, for zeros."""
 
-    angle: Any = None  # [N, H, A], the angles by which keys and queries are turned, in radians
+    angle: Any = None  # [N, H, A], the cumulative angle, in radians
     state: Any = None  # [N, H, S, P] or, with `values_first`, [N, H, P, S]
-    k: Any = None  # [N, R, H, S], the turned keys of the last token
+    k: Any = None  # [N, R, H, S], the rotated keys of the last token
     v: Any = None  # [N, H, P], its values
 
 
@@ -60,8 +63,8 @@ class Scanned(NamedTuple):
     K_bias: Tensor  # [H, R, S]
     Angles: Tensor  # [B, T, H, A] or [B, T, 1, A]
     D: Tensor | None  # [H]
-    up: Tensor | None  # [H, R, P], by which values become those of each key; None for one key, and ones
-    Z: Tensor | None = None  # [B, T, H, P], gates what is read, before their silu; without `up`
+    up: Tensor | None  # [H, R, P], the factor of the values for each key; None for one key, and ones
+    Z: Tensor | None = None  # [B, T, H, P], the gates of the outputs before silu; without `up`
 
 
 def scan(
@@ -70,19 +73,19 @@ def scan(
     cu_seqlens: Tensor | None = None,  # [N + 1]; past the last sequence only Z may be infinite or NaN
     halves: bool = False,
     num_states: int | None = None,
-    # [B], how many tokens of each row count. The time steps of the others must be 0.
+    # [B], the number of tokens of each row before padding. The time steps of the padding must be 0.
     lengths: Tensor | None = None,
     final: bool = True,
     values_first: bool = False,
 ) -> tuple[Tensor, States]:
-    """What each query reads, ``[B, T, R, H, P]``, in float32 (float64 for float64), and the new states.
+    """The reads of each query, ``[B, T, R, H, P]``, in float32 (float64 for float64), and the new states.
 
-    Without `up`, what the one query reads has the dtype of the values, and is 0 for tokens in no sequence. One token of
-    this kind is one operator.
+    Without `up` there is one query, and its read has the dtype of the values, and is 0 for tokens in no
+    sequence. One token of this kind is one operator.
 
-    With `halves`, number ``i`` of a key turns together with ``i + S / 2``, else with its neighbour. With `num_states`
-    the states are those after each of the last ``n`` tokens, with an axis for these behind the first. Without `final`
-    they may be absent.
+    With `halves`, numbers ``i`` and ``i + S / 2`` of a key are rotated together, otherwise neighbours. With
+    `num_states` the states are those after each of the last ``n`` tokens, on an axis after the first. Without
+    `final` they may be absent.
     """
     device, dtype = inputs.V.device, autocast_dtype(inputs.V.device)
     if dtype is not None and inputs.V.dtype != torch.float64:
@@ -124,7 +127,7 @@ def _scan(
 ) -> tuple[Tensor, States]:
     Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, up, gate = inputs
     R = Q.shape[2]
-    # States have this dtype, whatever that of the gates is.
+    # States have this dtype, independent of that of the gates.
     g, trap, dt = (x.to(state_dtype(V.dtype)) for x in (bounded(upcast(ADT, V)), Trap, DT))
     c = trap.sigmoid() * dt
     angle, last_angle = _angles(Angles, dt, past.angle, cu_seqlens)  # [B, T, H, A] and [N, H, A]
@@ -132,7 +135,7 @@ def _scan(
         q, k_before, v_before, dots, last_k, last_v = rotation.forward(
             *rotation.Inputs(Q, K, V, Q_bias, K_bias, angle, past.k, past.v, cu_seqlens, halves)
         )
-    else:  # the key after the last token that counts, or that of another rank, is not where the op puts it
+    else:  # the op does not handle padding, other ranks or intermediate states
         q, k = (turned(biased(x, b), angle, halves).to(V.dtype) for x, b in ((Q, Q_bias), (K, K_bias)))
         (k_before, last_k), (v_before, last_v) = (
             token_shift(x, before, lengths, cu_seqlens, num_states)
@@ -141,7 +144,8 @@ def _scan(
         dots = products(Q, K, Q_bias, K_bias)
         if sharing() is None:
             last_angle = last_of(pi * angle, past.angle, lengths, cu_seqlens, num_states)
-    # Not of the last token that counts: a place behind it has written that, and there is nothing of its own to write.
+    # `lengths` is not passed here: a place of padding has `c = 0`, and writes the token before it. So
+    # `last_c` is that of the last place, and is 0 after padding, where the last token is written already.
     c_before, last_c = token_shift(c, None, None, cu_seqlens, num_states)
     written = g.exp() * (c_before + (dt - c))  # [B, T, H], the weight of the token before
     # A token is R tokens of head decay: the first decays, and each writes one key and reads one query.
@@ -170,7 +174,7 @@ def _scan(
 
     if not final:
         return y, States()
-    # What is still to be written of the last token.
+    # The last token's own write, which `Z` lacks.
     written_v = _of_keys(last_v * last_c.unsqueeze(-1), up)
     for r in range(R):
         Z = torch.addcmul(Z, last_k[..., r, :, :, None], written_v[..., r, :, None, :])
@@ -182,7 +186,7 @@ def _angles(
 ) -> tuple[Tensor, Tensor]:
     """The sums of ``tanh(Angles) * dt`` of each sequence, modulo 2, from -1 to 1, ``[B, T, H, A]``: in half turns.
 
-    And the last of each, ``[N, H, A]``, in radians, as `start` is.
+    And the last of each, ``[N, H, A]``, in radians, like `start`.
     """
     Angles, ranks = Angles.to(dt.dtype) if dt.dtype == torch.float64 else Angles, sharing()
     if ranks is None:
@@ -199,14 +203,17 @@ def _angles(
 
 
 def _of_keys(v: Tensor, up: Tensor | None) -> Tensor:
-    """The values of each key, ``[..., R, H, P]``, of those of each head, ``[..., H, P]``."""
+    """The values of each key, ``[..., R, H, P]``, from those of each head, ``[..., H, P]``."""
     v = v.unsqueeze(-3)
     return v if up is None else (v * up.transpose(0, 1)).to(v.dtype)
 
 
 def _with(y: Tensor, weights: Tensor, products: Tensor, values: Tensor) -> Tensor:
-    """``y [B, T, R, H, P]`` and the writes of all keys of a token, ``values [B, T, R, H, P]``, that queries read by the
-    ``products [B, T, H, R, R]`` of a query and a key."""
+    """``y [B, T, R, H, P]`` plus the reads of the writes of all keys of a token.
+
+    The writes are ``values [B, T, R, H, P]``, and ``products [B, T, H, R, R]`` are those of its queries and
+    keys.
+    """
     shares = (weights[..., None, None] * products).transpose(2, 3)  # [B, T, R, H, R]
     for r in range(shares.shape[-1]):
         y = torch.addcmul(y, shares[..., r, None], upcast(values[:, :, r, None], y))

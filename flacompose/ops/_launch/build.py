@@ -1,4 +1,4 @@
-"""The C function that launches a kernel, which Triton 3.6 compiles for each signature when it loads the kernel."""
+"""Compilation of the C function that launches a kernel, which Triton 3.6 needs for each signature."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from triton.runtime import build
 from triton.runtime.cache import get_cache_manager
 
 NAME = "__triton_launcher"
-# Kernels that differ in constants alone share a launcher, which one thread compiles.
+# Kernels that differ only in constants share a launcher, which one thread compiles.
 _locks: dict[str, Lock] = defaultdict(Lock)
 
 
 def build_launcher(kernel: Any) -> None:
-    """Compile it now, in the thread that calls, for Triton to find it in its cache.
+    """Compile the launcher now, in the calling thread, into Triton's cache.
 
-    Triton would call the C compiler for one kernel after the other, which can take longer than to compile all kernels
-    in parallel. Since Triton 3.7 one function launches every kernel, and nothing is done.
+    Triton would call the C compiler for one kernel after the other, which can take longer than to compile all
+    kernels in parallel. Since Triton 3.7 one function launches every kernel, and this does nothing.
     """
     if not hasattr(driver, "make_launcher"):
         return

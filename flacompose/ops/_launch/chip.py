@@ -1,4 +1,4 @@
-"""What the choice of kernels, and of their tiles, needs to know of a device."""
+"""The properties of a device on which the choice of kernels and of their tiles depends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Chip(NamedTuple):
         return self.capability // 10 in (10, 11)
 
 
-# One chip for each amount of shared memory. What fits on it fits on all chips of the capabilities named beside it.
+# One chip for each amount of shared memory. A kernel that fits on it fits on all chips of the capabilities in
+# its comment.
 AMPERE = Chip(163 * 1024, 80)  # A100
 ADA = Chip(99 * 1024, 89)  # RTX 4090, and with 86 and 120 the RTX 3090 and the RTX 5090
 HOPPER = Chip(227 * 1024, 90)  # H100 and H200
@@ -34,10 +35,10 @@ BLACKWELL = Chip(227 * 1024, 100)  # B200
 
 
 def chip_of(device: torch.device) -> Chip:
-    """The chip of `device`, found without reading any tensor.
+    """The chip of `device`, without reading any tensor.
 
-    A device that is no GPU stands for the current one: kernels that are compiled ahead of their launches are chosen on
-    meta tensors. A GPU that this machine does not have, as in a trace for another machine, is taken for an H100.
+    A device that is no GPU stands for the current one: kernels that are compiled ahead are chosen on meta
+    tensors. A GPU that this machine does not have, as in a trace for another machine, is treated as an H100.
     """
     if not is_here(device):
         return HOPPER
@@ -52,7 +53,7 @@ def is_here(device: torch.device) -> bool:
 
 @cache
 def runs_kernels(index: int) -> bool:
-    """Whether the kernels run on this GPU. Where they do not, a warning says so, once."""
+    """Whether the kernels run on this GPU. If not, it warns once."""
     chip = chip_of(torch.device("cuda", index))
     if chip.capability >= AMPERE.capability and chip.shared_memory >= ADA.shared_memory:
         return True

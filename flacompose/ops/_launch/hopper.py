@@ -1,13 +1,14 @@
-"""When kernels for Hopper are launched, which are written in Gluon.
+"""The condition for launching the Gluon kernels for Hopper.
 
-In Triton every load waits in registers for the product that takes it, and few loads are under way while products are
-computed. A kernel of Gluon asks for all that it reads at its start, straight into shared memory, where products take it
-from. Two or three programs side by side then keep the memory and the tensor cores of a multiprocessor busy. A sweep has
-a multiprocessor to itself, and asks for the next chunks while it works on one.
+In Triton every load waits in registers for the product that takes it, and few loads are under way while
+products are computed. A Gluon kernel issues all its copies at its start, straight into shared memory, where
+products read them. Two or three programs side by side then keep the memory and the tensor cores of a
+multiprocessor busy. A program of state passing has a multiprocessor to itself, and copies the next chunks
+while it computes one.
 
-Each of these kernels, or two of them together, computes what one or two of Triton's do. Those of Triton run on all
-other chips, in Triton's interpreter, in graphs for AOTInductor, and for other dtypes, sizes of heads and alignments.
-They remain the specification.
+Each of these kernels, or two of them together, computes the results of one or two Triton kernels. Triton's
+run on all other chips, in Triton's interpreter, in graphs for AOTInductor, and for other dtypes, sizes of
+heads and alignments. They remain the specification.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from triton import knobs
 from flacompose.ops._launch.chip import HOPPER, Chip
 from flacompose.ops._launch.launch import launches_into_graph
 
-# Gluon is experimental, and changes with Triton. So its kernels are imported where they are launched, and they are not
-# launched by a newer Triton than this.
+# Gluon is experimental, and changes with Triton. So its kernels are imported only where they are launched,
+# and never launched by a newer Triton than this.
 NEWEST_TRITON = (3, 9)
 
 
 def takes(chip: Chip, operands: tuple[Tensor, ...], *sizes: int) -> bool:
-    """Whether a kernel of Gluon is launched with these `operands`, of heads of these `sizes`.
+    """Whether a Gluon kernel is launched with these `operands`, of heads of these `sizes`.
 
-    They are copied 16 bytes at a time, which begin at multiples of 16. Heads of such sizes do if the first one does.
+    It copies 16 bytes at a time, from addresses that are multiples of 16. With such sizes all heads are
+    aligned if the first one is.
     """
     if chip.capability != HOPPER.capability or knobs.runtime.interpret or not is_known(triton.__version__):
         return False
@@ -41,6 +43,6 @@ def takes(chip: Chip, operands: tuple[Tensor, ...], *sizes: int) -> bool:
 
 
 def is_known(version: str) -> bool:
-    """Whether Gluon of this version of Triton is what its kernels are written in."""
+    """Whether the kernels are written for the Gluon of this version of Triton."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return numbers is not None and tuple(map(int, numbers.groups())) <= NEWEST_TRITON

@@ -1,4 +1,4 @@
-"""How kernels are launched: by Triton, into the graph of a trace, or by whoever wants to know of them."""
+"""Launches of kernels: by Triton, into the graph of a trace, or by a function that records them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class _Launching(local):
-    """What launches kernels for this thread, called with the kernel, its grid and its arguments; None is Triton."""
+    """The launcher of this thread, called with the kernel, its grid and its arguments; None for Triton."""
 
     launcher: Callable[..., None] | None = None
     into_graph = False
@@ -30,15 +30,15 @@ def launch(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def launches_into_graph() -> bool:
-    """Whether the kernels that this thread launches become parts of a graph."""
+    """Whether the kernels that this thread launches become nodes of a graph."""
     return launching.into_graph
 
 
 @contextmanager
 def launching_by(launcher: Callable[..., None], into_graph: bool = False) -> Iterator[None]:
-    """Within it, each call of `launch` in this thread calls `launcher` instead of Triton.
+    """A context in which `launch` in this thread calls `launcher` instead of Triton.
 
-    `into_graph` says that what it launches becomes part of the graph of a trace.
+    `into_graph` says that its launches become nodes of the graph of a trace.
     """
     previous = launching.launcher, launching.into_graph
     launching.launcher, launching.into_graph = launcher, into_graph

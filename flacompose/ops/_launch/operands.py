@@ -1,4 +1,4 @@
-"""What the launches of all families share, and the launch of the token-by-token kernel of all with matrix states."""
+"""Operands and block sizes of launches, and the launch of the token kernel of all matrix states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 
 
 def block(D: int, largest: int) -> int:
-    """The power of two, 16 at least, that holds `D`, or `largest`."""
+    """The smallest power of two from 16 on that is at least `D`, or `largest` if that is less."""
     return min(max(1 << (D - 1).bit_length(), 16), largest)
 
 
@@ -28,7 +28,7 @@ def tile_count(D: int, B: int) -> int:
 
 
 def token_blocks(K: int, V: int) -> tuple[int, int]:
-    """Keys and values of a block where a kernel computes one token: all keys, and 4096 elements of the state."""
+    """Keys and values of a block of a token kernel: all keys, and 4096 elements of the state."""
     BK = block(K, 512)
     return BK, block(V, max(4096 // BK, 8))
 
@@ -40,10 +40,10 @@ def launch_by_gates(
     gated: bool = True,
     strong: Mapping[str, Any] = NOTHING,
 ) -> None:
-    """Launch a kernel for what has mild gates, and then for the rest. All is mild where nothing is `gated`.
+    """Launch a kernel for factorisable gates, and again for other gates, unless nothing is `gated`.
 
-    In the second launch, the arguments in `strong` take the place of those of the same names. The `parts` have no name
-    in common: a call raises where one is given twice, as ``{**a, **b}`` does not.
+    In the second launch, the arguments in `strong` replace those of the same names. The `parts` have no name
+    in common: the call raises if one is given twice, as ``{**a, **b}`` does not.
     """
     arguments = reduce(lambda one, other: dict(**one, **other), parts)
     for mild in (True, False) if gated else (True,):
@@ -51,23 +51,23 @@ def launch_by_gates(
 
 
 def operand_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which kernels take `x`. Not float16, which overflows where a state or a sum of products is large."""
+    """The dtype of `x` in kernels. Float16 becomes float32, since large states and sums would overflow."""
     return torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
 
 
 def operand(x: MaybeTensor) -> MaybeTensor:
-    """`x` as kernels take it, or None for an absent one."""
+    """`x` in the dtype of kernels, contiguous, or None for an absent one."""
     return None if x is None else x.to(operand_dtype(x)).contiguous()
 
 
 def by_token(x: Tensor) -> tuple[Tensor, int]:
-    """``x [B, T, H, D]`` as kernels read it, and how many elements it is from one token to the next.
+    """``x [B, T, H, D]`` with contiguous tokens, and the number of elements from one token to the next.
 
-    Tokens may be parts of wider ones, such as slices of a joined projection, if those of all rows are equally far
-    apart. Otherwise `x` is copied.
+    Tokens may be slices of wider ones, such as of a fused projection, if all rows have the same distance
+    between tokens. Otherwise `x` is copied.
 
-    They need not be aligned: Triton asks of each pointer whether it is, and Inductor works that out from the offset of
-    a view. Inductor also sees to it that the strides are those of the trace, with a copy if need be.
+    They need not be aligned: Triton checks the alignment of each pointer, and Inductor derives it from the
+    offset of a view. Inductor also ensures that the strides are those of the trace, with a copy if need be.
     """
     B, T, H, D = x.shape
     one_token = always_true(T == 1)
@@ -81,7 +81,7 @@ def by_token(x: Tensor) -> tuple[Tensor, int]:
 
 
 def operand_by_token(x: Tensor) -> tuple[Tensor, int]:
-    """`by_token` of `x` in the dtype that kernels take."""
+    """`by_token` of `x` in the dtype of kernels."""
     return by_token(x.to(operand_dtype(x)))
 
 
@@ -112,13 +112,14 @@ def recurrent(
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``, or with `count` and `stride`, ``[N, count, HV, K, V]`` states.
 
-    The gates are ``g [B, T, HV]`` and ``g_gamma [HV]``, which add, ``gk [B, T, HG, K]`` for HG heads that divide HV,
-    and ``gv [B, T, HV, V]``; the bonus is ``u [H, K]``. ``beta [B, T, HV]`` is how strongly a token is written, and
-    with `delta_rule` how much it replaces of what is there, which ``a [B, T, H, K]`` or else the key reads. ``b`` of
-    the shape of `a` writes back what that reads. With `read_before` `a` reads before the state decays. `softmax` reads
-    with the softmax of `q`. `full_precision` gives the output in float32. With `norm_eps` queries and keys are divided
-    by their norms, the roots of it and the sums of their squares. `in_place` has the kernel write the final state where
-    it reads a copy of the initial one, which Inductor leaves out if the caller writes the one over the other.
+    The gates are ``g [B, T, HV]`` and ``g_gamma [HV]``, which add, ``gk [B, T, HG, K]`` for HG heads that
+    divide HV, and ``gv [B, T, HV, V]``; the bonus is ``u [H, K]``. ``beta [B, T, HV]`` is the strength of
+    writes. With `delta_rule` a write replaces the value that is read by ``a [B, T, H, K]``, or by the key if
+    `a` is None. ``b``, of the shape of `a`, writes the read of `a`. With `read_before` `a` reads before the
+    state decays. `softmax` replaces `q` by its softmax. `full_precision` returns the output in float32. With
+    `norm_eps` queries and keys are divided by their norms, the square roots of `norm_eps` plus the sums of
+    their squares. With `in_place` the kernel overwrites a copy of the initial state with the final one;
+    Inductor omits the copy if the caller overwrites the initial state.
     """
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
@@ -131,7 +132,7 @@ def recurrent(
         )
     else:
         final_state = sequences.per_sequence(*([] if count is None else [count]), HV, K, V)
-    BK = block(K, MAX_HEAD_SIZE)  # a program has all keys
+    BK = block(K, MAX_HEAD_SIZE)  # a program needs all keys
     BV = block(V, 4096 // BK)
     gates_and_state = map(operand, (beta, g, g_gamma, gk, gv, u, a, b, initial_state))
     (q, q_token), (k, k_token), (v, v_token) = map(by_token, (q, k, v))

@@ -1,8 +1,9 @@
-"""Thin calls: the PyTorch calls and launches of an implementation, recorded once and then repeated without it.
+"""Replay of calls: the PyTorch operations and launches of an implementation, recorded once and then repeated.
 
-An implementation on CUDA reads no values, so arguments of the same shapes, strides, dtypes and alignment always lead to
-the same allocations, operations and launches. Most of a short call is the Python that decides on them, and Triton's
-search for the compiled kernel. Both are done once for each kind of arguments.
+An implementation on CUDA reads no values, so arguments of the same shapes, strides, dtypes and alignment
+always lead to the same allocations, operations and launches. Most of the time of a short call is the Python
+code that decides on them, and Triton's search for the compiled kernel. Both are done once for each kind of
+arguments.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from triton.runtime import driver
 from flacompose._torch import TorchDispatchMode, pytree
 from flacompose.ops._launch.launch import launching, launching_by
 
-MAX_KINDS = 256  # of arguments, for each implementation; the oldest goes first
+MAX_KINDS = 256  # kinds of arguments per implementation; the oldest is dropped first
 ALIGNMENT = 16  # bytes; Triton compiles other kernels for pointers that are not multiples of it
 
-# Operations that allocate memory and write nothing to it. Where a call is repeated, `empty_strided` stands for them.
+# Operations that allocate memory and write nothing to it. A repeated call uses `empty_strided` in their
+# place.
 _ALLOCATIONS = (
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_strided.default,
@@ -37,21 +39,21 @@ Implementation = Callable[..., tuple[Tensor, ...]]
 
 
 class Replay:
-    """An implementation, called in full for the first two calls of a kind; the second is recorded.
+    """An implementation that runs in full for the first two calls of a kind; the second call is recorded.
 
-    The first is not, since many lengths are seen only once, and recording takes milliseconds.
+    The first call is not recorded, since many lengths are seen only once, and recording takes milliseconds.
     """
 
     def __init__(self, implementation: Any) -> None:
         self.implementation = implementation
-        self.seen: dict[Any, None] = {}  # the kinds that were called, the oldest first
+        self.seen: dict[Any, None] = {}  # the kinds of past calls, oldest first
         self.recorded: dict[Any, Implementation] = {}
         self.lock = Lock()
 
     def __call__(self, *args: Any) -> tuple[Tensor, ...]:
         if launching.launcher is not None:
             return self.implementation(*args)
-        # A profiler's hooks learn of launches from Triton alone.
+        # Only Triton's own launches call a profiler's hooks.
         if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
             return self.implementation(*args)
         kind = (
@@ -76,7 +78,7 @@ class Replay:
         return self.implementation(*args) if first else self.record(kind, args)
 
     def record(self, kind: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        # Tensors are told apart by identity, so one that is given twice gets a second one.
+        # Tensors are distinguished by identity, so one that is given twice gets an alias.
         tensors: dict[int, Any] = {}
         args = tuple(
             x.detach() if isinstance(x, Tensor) and id(x) in tensors else tensors.setdefault(id(x), x)
@@ -92,7 +94,7 @@ class Replay:
 
 
 class _Recorder(TorchDispatchMode):
-    """Does every operation and every launch, and writes each down as a line of Python.
+    """Executes every operation and every launch, and records each as a line of Python.
 
     It keeps no tensor alive, so that recording takes no more memory than the calls before it.
     """
@@ -126,7 +128,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def launch(self, kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
-        """As `CompiledKernel.__getitem__` launches, but without calling hooks, which takes half of its time."""
+        """Launches like `CompiledKernel.__getitem__`, but without hooks, which take half of its time."""
         compiled = kernel[grid](*args, **kwargs)
         values = dict(zip(kernel.arg_names, args)) | kwargs
         inputs = [self.expression(x) for x in (*grid, 1, 1)[:3]]
@@ -149,9 +151,10 @@ class _Recorder(TorchDispatchMode):
         return name
 
     def function(self, results: tuple[Tensor, ...]) -> Implementation:
-        """The calls as a function of the same arguments: straight Python, written out and compiled.
+        """The recorded calls as a function of the same arguments: straight Python code, compiled.
 
-        Every tensor is a local variable, given up after its last use, so that memory is free as early as before.
+        Every tensor is a local variable, deleted after its last use, so that memory is freed as early as in a
+        full call.
         """
         lines = [*self.lines, f"return {', '.join(self.names[x] for x in results)},"]
         last_use = {name: i for i, line in enumerate(lines) for name in re.findall(r"\bt\d+\b", line)}
@@ -160,5 +163,5 @@ class _Recorder(TorchDispatchMode):
             body.append(line)
             body += [f"del {name}" for name, last in last_use.items() if last == i < len(lines) - 1]
         exec("\n    ".join([f"def repeat({', '.join(self.parameters)}):", *body]), self.constants)
-        # Its globals do not hold the function itself, which would be a reference cycle.
+        # Its globals must not hold the function itself, which would be a reference cycle.
         return self.constants.pop("repeat")

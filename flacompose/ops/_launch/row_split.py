@@ -1,12 +1,13 @@
-"""A long row in segments, which are swept at the same time, each from its own start.
+"""Segments of a long row: their transitions are joined, and then all segments are processed at the same time.
 
-A segment maps the state as a token and a chunk do: ``S_end = decay * S_start + end``. So a long row takes three steps.
+A segment maps the state as a token and a chunk do: ``S_end = decay * S_start + end``. So a long row takes
+three steps.
 
-- The sweep of a family, begun at zero, finds the `ends` of all segments, and the sums of their gates.
-- These maps are joined to the state before each segment.
-- The same sweep, begun there, gives what is wanted.
+- State passing, started at zero, computes the `ends` of all segments and the sums of their gates.
+- These transitions are joined to the state before each segment.
+- State passing, started at these states, computes the results.
 
-Backwards in time the map of a segment is the same, and segments are counted from the last.
+Backwards in time the decay of a segment is the same, and segments are counted from the last.
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ from flacompose.ops._launch.operands import tile_count
 from flacompose.ops._launch.sequences import Sequences, per_segment
 from flacompose.ops._tiles.join import decay_join_kernel
 
-BLOCK = 256  # numbers of a state for a program
+BLOCK = 256  # numbers of a state per program
 Sweep = Callable[..., None]
 Join = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class Segments:
-    """The segments of each of the `sequences`, as many as `Sequences.segments` says of the other arguments.
+    """The segments of each of the `sequences`, as many as `Sequences.segments` returns.
 
     Args:
-        units: chunks, mostly, of a row.
-        programs: how many sweep a segment.
-        state: the shape of a state, ``(H, K, V)``, or without the first axes of it.
-        gates: the names by which a sweep takes the sums of its gates: of `g`, those of heads, ``[count, N, H]``; of
-            `gk` and `gv`, those of channels of keys, ``[count, N, H, K]``, and of values, ``[count, N, H, V]``.
-        rates: ``[K, V]``, by which the sums of gates are multiplied.
-        least: as few segments as are faster than one.
+        units: the number of units of a row, mostly chunks.
+        programs: the number of programs of a segment.
+        state: the shape of a state, ``(H, K, V)``, or without its first axes.
+        gates: the parameter names of the sums of gates in state passing: of `g`, gates of heads,
+            ``[count, N, H]``; of `gk` and `gv`, gates of channels of keys, ``[count, N, H, K]``, and of
+            values, ``[count, N, H, V]``.
+        rates: ``[K, V]``, factors of the sums of gates.
+        least: the smallest number of segments that is faster than one.
     """
 
     def __init__(
@@ -50,8 +52,8 @@ class Segments:
         rates: Tensor | None = None,
         least: int = 1,
     ) -> None:
-        # Not `sequences`, which may hold this object: what refers to itself keeps the memory of all its tensors until
-        # Python's garbage collector runs.
+        # `sequences` is not kept, since it may hold this object: a reference cycle keeps the memory of all
+        # its tensors until Python's garbage collector runs.
         self.N, self.device = sequences.N, sequences.device
         self.state, self.gates, self.rates = state, gates, rates
         self.count, self.split = sequences.segments(units, programs, least)
@@ -65,8 +67,8 @@ class Segments:
     ) -> Tensor | None:
         """The state before each segment, ``[count, N, *state]``, from that before the first, zero if it is None.
 
-        `sweep` is called with `ends` and the sums of gates, and fills them, but for the last segment. Where segments
-        do more to a state than gates do, `join` gives the states, from the ends and `initial`.
+        `sweep` is called with `ends` and the sums of gates, and fills them, except for the last segment. If
+        the transition is more than a decay, `join` returns the states, from the ends and `initial`.
         """
         initial = None if initial is None else initial.contiguous()
         if not self.split:
@@ -77,7 +79,7 @@ class Segments:
         return self._decayed(ends, initial, sums) if join is None else join(ends, initial)
 
     def _decayed(self, states: Tensor, initial: Tensor | None, sums: dict[str, Tensor]) -> Tensor:
-        """`states`, in the place of the ends that they are before."""
+        """The states before segments, which overwrite `states`, the ends of segments."""
         H, K, V = ((1, 1) + self.state)[-3:]
         gates = {gate: sums.get(self.gates.get(gate, "")) for gate in ("g", "gk", "gv")}
         sizes = {"N": self.N, "H": H, "SEGMENTS": self.count, "K": K, "V": V, "BLOCK": BLOCK, "num_warps": 2}
@@ -86,7 +88,7 @@ class Segments:
         return states
 
     def map(self, sweep: Sweep) -> tuple[Tensor, ...]:
-        """The map of each whole sequence: its `end`, ``[N, *state]``, and the sums of its gates."""
+        """The transition of each whole sequence: its `end`, ``[N, *state]``, and the sums of its gates."""
         end = torch.empty(self.N, *self.state, dtype=torch.float32, device=self.device)
         sums = self.sums()
         sweep(initial=self.starts(sweep, None, sums), final=end, **sums)

@@ -1,4 +1,4 @@
-"""Compilation of kernels ahead of their launches: all kernels of an op together, and those of its backward too."""
+"""Compilation ahead of launches: all kernels of an op at the same time, and those of its backward too."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ THREADS = (
     8  # All wait for Python's lock: 16 were no faster on the host of an H200, and their times differed more.
 )
 
-# For all ops, as threads may not load kernels at the same time.
+# One lock for all ops, because threads must not load kernels at the same time.
 _lock = RLock()
 
 
 class compile_ahead:
-    """Have all kernels that `implementation` launches compiled together, in threads, at its first call of a kind.
+    """Compile all kernels of `implementation` together, in threads, at its first call of a kind.
 
-    Triton would compile each at its launch, one after the other. To learn which they are, the implementation runs on
-    meta tensors and launches none. Calls are of one kind if their devices, dtypes, head sizes and absent arguments are
-    the same, and their other sizes lie between the same powers of two; another length or alignment may still need
-    another kernel.
+    Triton would compile each kernel at its launch, one after the other. To collect the kernels, the
+    implementation runs on meta tensors and launches none. Calls are of one kind if their devices, dtypes,
+    head sizes and absent arguments are the same, and their other sizes lie between the same powers of two;
+    another length or alignment may still need another kernel.
 
-    Where an argument requires a gradient, compilation of what `backward` launches for the gradient of `o` alone starts
-    too, and is waited for when that is called, or when the process ends. While a graph with the op is traced, `begin`
-    starts the compilation of its kernels, which is done before that of the graph. A call that `Replay` repeats does not
-    come here: after two calls without gradients, the backward's kernels are compiled at its own first call.
+    If an argument requires a gradient, the compilation of the kernels of `backward`, for a gradient of `o`
+    alone, starts too; its first call waits for it, or the end of the process. While a graph with the op is
+    traced, `begin` starts the compilation of its kernels, which ends before that of the graph. Calls that
+    `Replay` repeats do not come here: after two calls without gradients, the backward's kernels are compiled
+    at its own first call.
     """
 
     def __init__(
         self, implementation: Callable[..., Any], differentiable: int, backward: compile_ahead | None = None
     ) -> None:
         self.implementation = implementation
-        self.differentiable = differentiable  # how many arguments, the first, have a gradient
+        self.differentiable = differentiable  # the number of first arguments that have gradients
         self.backward = backward
         self.started: dict[Any, list[Any]] = {}
         self.ready: set[Any] = set()
@@ -84,9 +85,9 @@ class compile_ahead:
         self.ready.add(kind)
 
     def begin(self, args: tuple[Any, ...]) -> None:
-        """Start to compile what a call with fake tensors like `args` will launch, while a graph of it is compiled.
+        """Start to compile the kernels of a call with fake tensors, `args`, while its graph is compiled.
 
-        Symbols stand for what they were traced with. Where only the data know a size, it raises a ValueError.
+        Symbols are replaced by the numbers of the trace. It raises a ValueError if only the data know a size.
         """
         device = args[0].device
         with _lock, unset_fake_temporarily():  # so that new tensors are real
@@ -97,7 +98,7 @@ class compile_ahead:
                     self.started[kind], _ = self.start(mode, args)
 
     def start(self, mode: AsyncCompileMode, args: tuple[Any, ...]) -> tuple[list[Any], Any]:
-        """Start to compile what a call with `args` launches: the kernels to be, and what the call returns."""
+        """Start to compile the kernels of a call with `args`; return them and the results of the call."""
         kernels = []
 
         def compile_only(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
@@ -114,17 +115,18 @@ class compile_ahead:
 
 
 class _SumsOfMetaTensors(TorchFunctionMode):
-    """Within it, a sum of a meta tensor over axes, or to a size, is a new tensor of its shape.
+    """A mode in which a sum of a meta tensor over axes, or to a size, is a new tensor of its shape.
 
-    PyTorch's own imports SymPy, as most of what it computes of meta tensors does, and the first call would wait a
-    second or two for that. For rows that are not packed, few ops compute more than sums around their kernels.
+    PyTorch's own sum imports SymPy, as do most of its operations on meta tensors, and the first call would
+    wait a second or two for that. For rows that are not packed, few ops compute more than sums around their
+    kernels.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         is_sum = func in (Tensor.sum, Tensor.sum_to_size) and len(args) == 2 and not kwargs
-        # A sum of integers has another dtype than they have.
+        # A sum of integers has another dtype than its operand.
         if is_sum and args[0].is_meta and args[0].is_floating_point():
             x, to = args
             if func is Tensor.sum_to_size:
@@ -142,17 +144,17 @@ class _Pool(ThreadPoolExecutor):
 
 def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
     kernel = _persistent(compile_kernel)
-    with suppress(Exception):  # Triton says what fails here, when it loads the kernel
+    with suppress(Exception):  # Triton raises the error again when it loads the kernel
         build_launcher(kernel)
     return kernel
 
 
 def _persistent(compile_kernel: Callable[[], Any]) -> Any:
-    """`compile_kernel()`, tried again where Python has failed to parse.
+    """`compile_kernel()`, repeated if Python has failed to parse.
 
-    Before 3.11.8 and 3.12.2, Python counts the depth of what it parses for all threads together (CPython's issue
-    106905). So a thread can fail with a SystemError when another parses at the same time, and not when it tries again.
-    Of a function that a kernel calls, Triton reports it as the cause of an error of its own.
+    Before 3.11.8 and 3.12.2, Python counts the depth of parsing for all threads together (CPython's issue
+    106905). So a thread can fail with a SystemError while another parses, and succeed at the next attempt. If
+    the kernel calls the function that failed, Triton reports the error as the cause of its own.
     """
     for _ in range(ATTEMPTS - 1):
         try:
@@ -171,7 +173,7 @@ def _failed_to_parse(error: BaseException | None) -> bool:
 
 @contextmanager
 def _compiling_in_threads() -> Iterator[AsyncCompileMode]:
-    """A mode that has kernels compiled in threads, which go on after it is left and end with their work."""
+    """A mode that compiles kernels in threads, which continue after it is left and end with their work."""
     pool = _Pool(min(os.cpu_count() or 1, THREADS))
     try:
         yield AsyncCompileMode(pool)
@@ -203,10 +205,10 @@ def _meta(x: Any) -> Any:
 def _load(kernels: list[Any]) -> None:
     """Load kernels one at a time, in the order in which their compilation ends.
 
-    When Triton 3.6 loads a launcher that it has loaded before, it writes that into the module of the last one it has
-    loaded, which another thread may be about to read. What is compiled at a launch, it loads there.
+    When Triton 3.6 loads a launcher a second time, it writes it into the module of the launcher loaded last,
+    which another thread may be about to read. Kernels that are compiled at a launch are loaded there.
     """
-    # Triton 3.9 takes the future away from a kernel that is compiled, and from one whose compilation has failed.
+    # Triton 3.9 removes the future of a kernel that is compiled, or whose compilation has failed.
     unfinished, others = {}, []
     for kernel in kernels:
         future = kernel.future if isinstance(kernel, FutureKernel) else None

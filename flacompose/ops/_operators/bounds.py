@@ -1,7 +1,7 @@
-"""The check of the bounds of packed sequences for code in plain PyTorch, as an operator, which compiled code keeps.
+"""The check of the bounds of packed sequences as an operator, which compiled code keeps.
 
-The operators of the families check their bounds themselves. It is for what reads bounds and calls no such operator, or
-calls it with bounds that are not those which the user gave.
+The operators of recurrences check their bounds themselves. This one is for code that reads bounds without
+calling such an operator, or that calls one with bounds other than the user's.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _op = define_op(
 
 
 def verified(cu_seqlens: Bounds, T: int, lengths: Tensor | None = None, in_graphs: bool = True) -> Bounds:
-    """`cu_seqlens` of ``T`` tokens, or of as many as the `lengths` of ranks sum to; on a CPU wrong values are refused.
+    """`cu_seqlens` of ``T`` tokens, or of the sum of `lengths`; on a CPU wrong values are refused.
 
-    Elsewhere no value is read but within `flacompose.checked`, and wrong ones pass. What calls an operator with bounds
-    made of these needs no node of its own `in_graphs`: there that operator refuses them, by the bounds that it got.
+    Elsewhere no value is read except within `flacompose.checked`, and wrong values pass. If an operator is
+    called with bounds computed from these, it refuses wrong ones itself, and no node is needed `in_graphs`.
     """
     if cu_seqlens is None or hasattr(cu_seqlens, "device_mesh"):
         return cu_seqlens

@@ -1,7 +1,7 @@
-"""`flacompose.checked`: within it, the values of the inputs of every op are checked, on any device.
+"""`flacompose.checked`: a context in which the values of the inputs of every op are checked, on any device.
 
-Of the operators `_call.check` and a few public functions, which check their arguments by themselves, give it the
-inputs as the user gave them.
+`_call.check`, and a few public functions that check their arguments themselves, pass the inputs on as the
+user gave them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from flacompose._errors import ValueError
 from flacompose._torch import FakeTensor, report_from_trace
 from flacompose.ops._tensors.packed import check_bounds
 
-# An axis of heads that is as long as this, and longer than that of tokens, looks like tokens.
+# An axis of heads that is at least this long, and longer than that of tokens, looks like one of tokens.
 MANY_HEADS = 64
 
-# PyTorch's stance is one for the process: the first context of all threads takes it, and the last one leaves it.
+# PyTorch has one stance per process: the first context of all threads sets it, and the last one resets it.
 _lock, _entered = Lock(), 0
 _stance: Any = None
 
@@ -41,9 +41,9 @@ class checked:
 
     Raises, from a call within it:
         ValueError: If bounds of packed sequences do not ascend from 0 to at most ``T``; if the logarithm of a decay is
-            above 0; or if an input is not finite, but for what may be -inf, as a gate that forgets everything. What
-            tokens past the last bound hold is not looked at. The error names the op, the layer that called it, the
-            argument, the value and where it is first.
+            above 0; or if an input is not finite, except
+            those that may be -inf, such as a gate that resets the state. Tokens past the last bound are not checked.
+            The error names the op, the layer that called it, the argument, the value and where it is first.
 
     Warns, from a call within it:
         UserWarning: If there are fewer tokens than heads, more than one and 64 or more of these, as where tensors
@@ -81,9 +81,9 @@ def check_values(
     gates: Collection[str] = (),
     lowest: Collection[str] = (),
 ) -> None:
-    """Check the values of `tensors`, of which the first is one of tokens; to be called if `checking`.
+    """Check the values of `tensors`, the first of which has an axis of tokens; to be called if `checking`.
 
-    The `gates` are logarithms of decays. These, and what `lowest` names, may be -inf.
+    The `gates` are logarithms of decays. They, and the tensors named in `lowest`, may be -inf.
     """
     first_name, first = next(iter(tensors.items()))
     if not isinstance(first, Tensor) or any(map(_has_no_values, tensors.values())):
@@ -102,7 +102,7 @@ def check_values(
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             continue
-        x = getattr(x, "_local_tensor", x).detach()  # of a DTensor, what this rank has
+        x = getattr(x, "_local_tensor", x).detach()  # a DTensor's local shard
         if cu_seqlens is not None and x.dim() > 2 and "state" not in name and x.shape[1] % T == 0:
             # A token may have several places, as in a gated delta product.
             x = x[:, : end * (x.shape[1] // T)]
@@ -122,7 +122,7 @@ def check_values(
 
 
 def check_parameters(A_log: Tensor | None, dt_bias: Tensor | None) -> None:
-    """Check the values of what a gate is made with; to be called if `checking`. A rate of 0 has an `A_log` of -inf."""
+    """Check a gate's parameters; to be called if `checking`. A rate of 0 has an `A_log` of -inf."""
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
         if x is not None and not _has_no_values(x):
             x = getattr(x, "_local_tensor", x).detach()
@@ -130,7 +130,7 @@ def check_parameters(A_log: Tensor | None, dt_bias: Tensor | None) -> None:
 
 
 def check_steps(name: str, dt: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None = None) -> None:
-    """Check time steps that pass no softplus; to be called if `checking`. One below 0 would make a decay above 1."""
+    """Check time steps without softplus; to be called if `checking`. One below 0 makes the state grow."""
     if not _has_no_values(dt):
         dt = dt if cu_seqlens is None else dt[:, : int(cu_seqlens[-1])]
         dt = dt.detach() if bias is None else dt.detach() + bias.detach()
@@ -168,7 +168,7 @@ def _refuse(name: str, x: Tensor, wrong: Tensor, rule: str, why: str = "") -> No
 
 
 def _levels_to_user() -> int:
-    """How many calls of this package, that of the caller among them, are between it and who calls it."""
+    """The number of calls of this package, the caller's included, between this one and the user's."""
     levels, frame = 0, sys._getframe(1)
     # PyTorch calls the forward of layers.
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("flacompose", "torch"):

@@ -1,6 +1,6 @@
-"""Registration of operators, which every part of PyTorch takes as one node, from a schema and functions in PyTorch.
+"""Registration of operators, one node for every part of PyTorch, from a schema and functions in PyTorch.
 
-This is the one file that talks to ``torch.library``. `_derivatives` and `_sharding` say how an operator is
+This is the only file that uses ``torch.library``. `_derivatives` and `_sharding` say how an operator is
 differentiated, mapped, cast and distributed.
 """
 
@@ -37,7 +37,7 @@ from flacompose.ops._tensors.packed import check_bounds
 # A collected Library takes its registrations with it.
 LIBRARY = torch.library.Library("flacompose", "FRAGMENT")
 
-# Other devices, on which PyTorch computes the operators: their dispatch keys, and what a warning calls them.
+# Other devices, on which PyTorch computes the operators: their dispatch keys, and their names in warnings.
 DEVICES_WITHOUT_KERNELS = {"XPU": "an XPU", "MPS": "MPS"}
 
 
@@ -117,16 +117,16 @@ def define_op(
 
 
 def _returned_by(op: OpOverload) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """What makes a function, which returns a tuple, return what PyTorch takes as the results of `op`."""
+    """A wrapper of functions that return a tuple, whose results PyTorch accepts as those of `op`."""
     if len(op._schema.returns) > 1:
         return lambda function: function
     return lambda function: lambda *args: function(*args)[0]
 
 
 def _with_bounds_checked(op: OpOverload, eager: Callable[..., Any]) -> Callable[..., Any]:
-    """`eager` for the CPU, where a call with wrong values of `cu_seqlens`, or without tokens, is refused.
+    """`eager` for the CPU, which refuses wrong values of `cu_seqlens` and calls without tokens.
 
-    A backward gets those of its forward, which has checked them.
+    A backward gets the bounds of its forward, which has checked them.
     """
     names = names_of(op._schema.arguments)
     if "cu_seqlens" not in names[1:] or "output_mask" in names:
@@ -141,7 +141,7 @@ def _with_bounds_checked(op: OpOverload, eager: Callable[..., Any]) -> Callable[
         except (IndexError, RuntimeError) as error:
             if args[0].numel() > 0:
                 raise
-            # Public functions refuse this, but exported programs are called without them.
+            # Public functions refuse this, but exported programs do not call them.
             shape = tuple(args[0].shape)
             raise ValueError(f"{names[0]} must have no empty dimension, got {shape}") from error
 
@@ -149,8 +149,8 @@ def _with_bounds_checked(op: OpOverload, eager: Callable[..., Any]) -> Callable[
 
 
 def _inductor_compiles(ahead_of_time: bool) -> bool:
-    """Whether the graph that is being traced will be compiled by Inductor or, with `ahead_of_time`, by AOTInductor."""
-    # Importing this is slow, and where Inductor compiles, it has been imported.
+    """Whether Inductor or, with `ahead_of_time`, AOTInductor will compile the graph that is being traced."""
+    # Importing this is slow; if Inductor compiles, it has been imported.
     virtualized = sys.modules.get("torch._inductor.virtualized")
     if virtualized is None:
         return False
@@ -187,9 +187,10 @@ def _implement_cuda(
             raise
 
     def functionalize(mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
-        # The operator stays one node until code is generated, which compiles fastest. The graph gets its kernels in two
-        # cases: for AOTInductor, whose packages run without Python, and for Inductor where there is one kernel, which
-        # it launches faster than it calls an operator. `eager` has no trace at a symbolic length: it loops over chunks.
+        # The operator stays one node until code is generated, which compiles fastest. The graph gets its
+        # kernels in two cases: for AOTInductor, whose packages run without Python, and for Inductor if there
+        # is only one kernel, which it launches faster than it calls an operator. `eager` cannot be traced at
+        # a symbolic length: it loops over chunks.
         x = args[0]
         launches = _inductor_compiles(ahead_of_time=True) or (
             one_launch is not None and one_launch(*args) and _inductor_compiles(ahead_of_time=False)
@@ -209,7 +210,7 @@ def _implement_cuda(
 
 def _record(kernel: Any, grid: Any, *args: Any, maxnreg: int | None = None, **kwargs: Any) -> None:
     """Launch a kernel into the graph that is being traced."""
-    # Inductor refuses `maxnreg`, the limit of registers, which changes how fast a kernel is and no result.
+    # Inductor refuses `maxnreg`, the limit of registers, which changes the speed of a kernel and no result.
     torch.library.wrap_triton(kernel)[grid](*args, **kwargs)
 
 
@@ -219,7 +220,7 @@ def _runs_kernels(device: torch.device) -> bool:
 
 
 def _explain(error: Exception, op: OpOverload, x: Tensor) -> None:
-    """Where Triton has found that a kernel does not fit on the GPU, say so in the user's terms."""
+    """If Triton has found that a kernel does not fit on the GPU, say so in the user's terms."""
     from triton.runtime.errors import OutOfResources
 
     if isinstance(error, OutOfResources):
@@ -233,7 +234,7 @@ def _explain(error: Exception, op: OpOverload, x: Tensor) -> None:
 
 
 def _with_warning(eager: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """`eager` for a device that has no kernels, which a warning says once."""
+    """`eager` for a device without kernels, about which it warns once."""
 
     def implementation(*args: Any) -> Any:
         warn_of_eager(device)
@@ -243,11 +244,11 @@ def _with_warning(eager: Callable[..., Any], device: str) -> Callable[..., Any]:
 
 
 class _Sources:
-    """What stands for the Triton kernel of an operator, so that its "source" is a hash of all code of the operators.
+    """A stand-in for the Triton kernel of an operator, whose "source" is a hash of all code of the operators.
 
-    PyTorch's cache of compiled graphs, on disk, knows a graph by the names of its operators, and by the source of the
-    Triton kernels that were noted for these. What it holds contains what `functionalize` has made of an operator, which
-    this code decides. So a graph has to be compiled again when the code has changed.
+    PyTorch's cache of compiled graphs, on disk, identifies a graph by the names of its operators, and by the
+    source of the Triton kernels registered for these. A cached graph contains the output of `functionalize`
+    for an operator, which depends on this code. So a graph must be compiled again when the code has changed.
     """
 
     __name__ = "flacompose"

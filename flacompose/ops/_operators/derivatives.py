@@ -1,4 +1,4 @@
-"""Derivatives of an operator in both modes and to any order, ``vmap`` over it, and what autocast casts."""
+"""Derivatives of an operator in both modes and to any order, ``vmap`` over it, and autocast."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def derivative_kernels(
     vmap_rule: Callable[..., Any],
     autocast: Mapping[str, str | None],
 ) -> dict[str, Callable[..., Any]]:
-    """What the operator does at the Autograd, functorch and autocast dispatch keys.
+    """The functions of an operator for the Autograd, functorch and autocast dispatch keys.
 
-    The first two run one ``autograd.Function``, to which every transform of ``torch.func`` applies the rules that
-    PyTorch has for such functions. An operator of ``register_autograd`` has nothing at the functorch key: transforms of
-    it raise errors, or give zero tangents.
+    The first two run one ``autograd.Function``, to which every transform of ``torch.func`` applies PyTorch's
+    rules for such functions. An operator of ``register_autograd`` has no function at the functorch key:
+    transforms of it raise errors, or return zero tangents.
     """
     arguments = names_of(op._schema.arguments)
     tensors = tensor_positions(op)
@@ -78,7 +78,7 @@ def derivative_kernels(
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
             saved = pick(inputs)
             ctx.save_for_backward(*saved)
-            # The levels of forward mode that a compiled graph enters are not seen while it is traced.
+            # Levels of forward mode that a compiled graph enters are invisible while it is traced.
             traced = isinstance(inputs[0], FunctionalTensor)
             if traced or forward_mode_is_on() or are_functorch_transforms_active():
                 ctx.save_for_forward(*saved)
@@ -91,8 +91,9 @@ def derivative_kernels(
             nothing: list[Tensor | None] = [None] * len(args)
             if all(g is None for g in grads):
                 return tuple(nothing)
-            # For DTensors all gradients are computed: PyTorch caches the placements of a call's results, and would use
-            # them for a later call with another mask, since a list of bools is no part of the cache's key.
+            # For DTensors all gradients are computed: PyTorch caches the placements of a call's results, and
+            # would use them for a later call with another mask, since a list of bools is not in the cache's
+            # key.
             distributed = hasattr(args[0], "device_mesh")
             if backward_op is not None:
                 mask = [args[i] is not None and (distributed or ctx.needs_input_grad[i]) for i in gradients]
@@ -166,10 +167,10 @@ def derivative_kernels(
 
 
 def _vjp(function: Callable[..., Any], *primals: Tensor) -> tuple[Any, Callable[[Sequence[Tensor]], Any]]:
-    """`torch.func.vjp`, also where no output depends on a primal.
+    """`torch.func.vjp`, also if no output depends on a primal.
 
-    PyTorch then makes zeros like that primal, which fails where a transform around this one has ended. So the primals
-    are outputs as well.
+    PyTorch then creates zeros like that primal, which fails after a transform around this one has ended. So
+    the primals are outputs as well.
     """
     outputs, pullback = vjp(lambda *values: (*function(*values), *values), *primals)
     zeros = [torch.zeros_like(x) for x in primals]
@@ -177,7 +178,7 @@ def _vjp(function: Callable[..., Any], *primals: Tensor) -> tuple[Any, Callable[
 
 
 def _without_gradient(op: OpOverload, args: Sequence[Any]) -> Any:
-    """Call `op`, without its Autograd kernel where that would only pass the call on."""
+    """Call `op`, without its Autograd kernel if that would only pass the call on."""
     forward_mode = forward_mode_is_on() or are_functorch_transforms_active()
     if torch.is_grad_enabled() or type(args[0]) is not Tensor or forward_mode:
         return op(*args)

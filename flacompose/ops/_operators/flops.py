@@ -1,8 +1,8 @@
 """The FLOPs of the operators, for PyTorch's ``FlopCounterMode``.
 
-Its module imports Triton, which takes as long as everything else in this package, and few programs count FLOPs. So the
-formulas are registered when that module is imported, which has to be before a ``FlopCounterMode`` is made: it copies
-what is registered then.
+Its module imports Triton, which takes as long as the rest of this package, and few programs count FLOPs. So
+the formulas are registered when that module is imported, which has to be before a ``FlopCounterMode`` is
+created: it copies the registered formulas.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def count_flops(op: Any, formula: Callable[..., int]) -> None:
 
 
 class _AtImport(MetaPathFinder):
-    """Finds the module as all other finders do, and has it end with the formulas."""
+    """An import finder for the counter's module, which appends the registration of formulas."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

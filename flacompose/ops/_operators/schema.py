@@ -1,4 +1,4 @@
-"""What the schema of an operator tells of its arguments and results, and their axes."""
+"""The names and axes of an operator's arguments and results, from its schema."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def with_values(args: Sequence[Any], positions: Iterable[int], values: Iterable[
 
 
 def axis_position(axes: str, names: Sequence[str]) -> int | None:
-    """Where the axis with one of these names is among `axes`, or None."""
+    """The position in `axes` of the axis with one of these names, or None."""
     return next((i for i, axis in enumerate(axes.split()) if axis in names), None)
 
 
@@ -42,5 +42,5 @@ def unwanted_results(op: OpOverload, args: Sequence[Any]) -> set[str]:
 
 
 def primal_of(name: str, names: Any) -> str:
-    """The name whose gradient ``name`` is (``x`` for ``dx`` and ``d_x``), or ``name`` itself."""
+    """The tensor whose gradient is called ``name`` (``x`` for ``dx`` and ``d_x``), or ``name`` itself."""
     return next((x for x in (name, name.removeprefix("d_"), name.removeprefix("d")) if x in names), name)

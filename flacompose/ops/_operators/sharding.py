@@ -1,4 +1,4 @@
-"""How an operator takes distributed tensors (DTensors): the placements that need no communication."""
+"""Placements of distributed tensors (DTensors) with which an operator needs no communication."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def shardings_of(
         choices: list[Mapping[str, int | None]] = [{}]
         primals = [(x, primal_of(name, heads)) for name, x in zip(arguments, args) if name in present]
         split = [(x, primal, heads[primal]) for x, primal in primals if primal in heads]
-        # A tensor with a single head, which all others read, is replicated, and its gradient is a sum over ranks.
+        # A tensor with a single head that all others share is replicated, and its gradient is a sum over
+        # ranks.
         single_head = {primal for x, primal, dim in split if dim is not None and x.shape[dim] == 1}
         own = [(x, dim) for x, primal, dim in split if primal not in single_head]
         if own and _same_shards(own):
@@ -58,7 +59,7 @@ def shardings_of(
 
 
 def _same_shards(split: Sequence[tuple[Any, int | None]]) -> bool:
-    """Whether each rank gets matching shards of all tensors: heads that come in groups have to be cut evenly."""
+    """Whether each rank gets matching shards of all tensors: grouped heads must be sharded evenly."""
     sizes = {spec.shape[dim] for spec, dim in split}
     if len(sizes) == 1:
         return True
@@ -69,7 +70,7 @@ def _same_shards(split: Sequence[tuple[Any, int | None]]) -> bool:
 
 
 def register_shardings() -> None:
-    """Tell DTensor of all operators that it does not know yet: the derivative of one may call others."""
+    """Register all operators that DTensor does not know yet: the derivative of one may call others."""
     from torch.distributed.tensor import experimental
 
     while unregistered:

@@ -1,4 +1,4 @@
-"""What the operators of a family take and return, stated once in two named tuples, and all that follows from them.
+"""The signature of a recurrence's operators, stated once in two named tuples, and everything derived from it.
 
     class Inputs(NamedTuple):
         q: Annotated[Tensor, "B T H K", AUTOCAST]
@@ -13,9 +13,9 @@
         o: Annotated[Tensor, "B T H V", Dtype("v")]
         final_state: Annotated[Tensor, "N H K V"]
 
-A tensor with axes has a gradient, unless `CONSTANT` marks it, and one without them has none. `AUTOCAST` marks an
-argument that autocast casts, `GATE` the logarithm of a decay. A result has the dtype of the argument that `Dtype`
-names; a state has none, and is float32, or float64 for float64.
+A tensor with axes has a gradient, unless `CONSTANT` marks it; a tensor without axes has none. `AUTOCAST`
+marks an argument that autocast casts, `GATE` the logarithm of a decay. A result has the dtype of the argument
+that `Dtype` names; a state has no such mark, and is float32, or float64 for float64 inputs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Autocast(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """Marks an argument that has axes and no gradient, as of bools; the public function checks it by itself."""
+    """Marks an argument with axes and without a gradient, such as bools; the public function checks it."""
 
 
 class Gate(NamedTuple):
@@ -63,7 +63,7 @@ SCHEMA_TYPES: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?", floa
 
 class _Field(NamedTuple):
     name: str
-    type: str  # as a schema has it
+    type: str  # in the notation of schemas
     axes: str | None
     autocast: Autocast | None
     constant: Constant | None
@@ -85,14 +85,14 @@ def _fields(named_tuple: type[Any]) -> list[_Field]:
     return fields
 
 
-# What a tensor of a call must be like: its name; whether it may be absent; its axes; those of its axes that no earlier
-# argument has; and whether autocast casts it (without autocast, its dtype must be that of the first argument). It is a
-# plain tuple, since Dynamo of PyTorch 2.11 cannot unpack a named one that is a constant.
+# The requirements for a tensor of a call: its name; whether it may be absent; its axes; those of its axes
+# that no earlier argument has; and whether autocast casts it (without autocast, its dtype must be that of the
+# first argument). It is a plain tuple, since Dynamo of PyTorch 2.11 cannot unpack a constant named tuple.
 Argument = tuple[str, bool, tuple[str, ...], tuple[str, ...], bool]
 
 
 def _tensors(fields: Iterable[_Field]) -> tuple[Argument, ...]:
-    """The arguments that have axes, but for constants."""
+    """The arguments that have axes, without constants."""
     found: list[Argument] = []
     seen = {"N"}
     for x in fields:
@@ -105,7 +105,7 @@ def _tensors(fields: Iterable[_Field]) -> tuple[Argument, ...]:
 
 
 def gradient_name(x: str) -> str:
-    """``dx``, or where that would be hard to read, ``d_x``."""
+    """``dx``, or ``d_x`` if that is easier to read."""
     return f"d_{x}" if "_" in x else f"d{x}"
 
 
@@ -114,11 +114,11 @@ def _schema(kind: str, names: Iterable[str]) -> str:
 
 
 class Signature(Generic[AnyInputs]):
-    """The arguments and results of a family: their schema, axes, casts and gradients, as `define_op` takes them.
+    """The arguments and results of a recurrence: their schema, axes, casts and gradients, for `define_op`.
 
     Args:
         inputs: the named tuple of the arguments.
-        outputs: the named tuple of the results, of which the first is that of tokens.
+        outputs: the named tuple of the results; the first one has an axis of tokens.
         numbers: integers that come after the inputs. Results may have axes of these names.
     """
 
@@ -135,27 +135,27 @@ class Signature(Generic[AnyInputs]):
         self.results = _schema("Tensor", outputs._fields)
         self.arriving = _schema("Tensor?", map(gradient_name, outputs._fields))
         self.gradients = _schema("Tensor", map(gradient_name, self.differentiable))
-        # As `compile_ahead` takes them: a call begins with the tensors that have gradients.
+        # `compile_ahead` requires that a call begins with the tensors that have gradients.
         first = [x.name for x in takewhile(lambda x: x.type.startswith("Tensor"), arguments)]
         expected = self.differentiable + [x.name for x in arguments if x.constant is not None]
         expected += ["cu_seqlens"] * ("cu_seqlens" in inputs._fields)
         assert first == expected, f"inputs begin with their tensors, cu_seqlens last: {expected}, not {first}"
-        # As `primal_of` would take it for the argument.
+        # `primal_of` would mistake a gradient of this name for the argument.
         assert not {*map(gradient_name, self.differentiable)} & {*inputs._fields}
 
     def with_results(self, *numbers: str, **results: Any) -> Signature[AnyInputs]:
-        """The signature of an operator that takes these `numbers` too, and returns these `results`.
+        """The signature of an operator with these `numbers` as further arguments and these `results`.
 
-        A result is given as its axes, or as it is annotated.
+        A result is given as its axes or as its annotation.
         """
         fields = [(x, Annotated[Tensor, y] if isinstance(y, str) else y) for x, y in results.items()]
         outputs: Any = NamedTuple("Results", fields)  # type: ignore[misc]
         return Signature(self.inputs, outputs, numbers)
 
     def flat(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` of the inputs, and of what comes after them, as a function of the operator's arguments.
+        """`function` of the inputs and the arguments after them, as a function of the operator's arguments.
 
-        Its results are contiguous, as those of `fake` are: Inductor relies on the strides that a graph was traced with.
+        Its results are contiguous, like those of `fake`: Inductor relies on the strides of the trace.
         """
         n = len(self.inputs._fields)
         return lambda *args: tuple(map(_contiguous, function(self.inputs(*args[:n]), *args[n:])))
@@ -163,7 +163,7 @@ class Signature(Generic[AnyInputs]):
     def flat_backward(
         self, function: Callable[[BackwardCall[AnyInputs]], Gradients]
     ) -> Callable[..., Results]:
-        """`function` of a call as a function of the operator's arguments, which returns its results."""
+        """`function` of a `BackwardCall`, as a function of the operator's arguments and with its results."""
         return lambda *args: self.gradients_of(self.backward_call(*args), function)
 
     def backward_call(self, *args: Any) -> BackwardCall[AnyInputs]:
@@ -177,7 +177,7 @@ class Signature(Generic[AnyInputs]):
     def gradients_of(
         self, call: BackwardCall[AnyInputs], function: Callable[[BackwardCall[AnyInputs]], Gradients]
     ) -> Results:
-        """What a backward operator returns: each gradient or, where it is not wanted, a tensor without elements.
+        """The results of a backward operator: gradients, and empty tensors for unwanted ones.
 
         They are contiguous, like the results of `flat`.
         """
@@ -203,7 +203,7 @@ class Signature(Generic[AnyInputs]):
         return like.new_zeros(shape, dtype=dtype)
 
     def _outputs(self, inputs: AnyInputs, *numbers: int) -> list[tuple[Tensor, Any, torch.dtype]]:
-        """Of each result a tensor that it is made like, its shape and its dtype."""
+        """For each result a tensor of its kind, its shape and its dtype."""
         first = inputs[0]
         sizes: dict[str, Any] = dict(zip(self.numbers, numbers))
         for name in self.differentiable:
@@ -225,7 +225,7 @@ class Signature(Generic[AnyInputs]):
 
 
 def _contiguous(x: Tensor) -> Tensor:
-    """`x`, contiguous; in a trace as it is, since sizes that are symbols would be guarded on."""
+    """`x`, contiguous; unchanged in a trace, which would guard on symbolic sizes."""
     return x.contiguous() if type(x) is Tensor else x
 
 
@@ -235,10 +235,11 @@ def _empty(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BackwardCall(Generic[AnyInputs]):
-    """One call of a family's backward.
+    """One call of a recurrence's backward.
 
-    `inputs` are those of the forward. `arriving` has the gradients of the results under the names of these; None stands
-    for zeros. `wanted` are the names of the inputs, none of them absent, whose gradients are wanted.
+    `inputs` are those of the forward. `arriving` holds the gradients of the results, by the results' names;
+    None stands for zeros. `wanted` are the names of the inputs, none of them absent, whose gradients are
+    wanted.
     """
 
     signature: Signature[AnyInputs]
@@ -261,9 +262,9 @@ class BackwardCall(Generic[AnyInputs]):
         return self.signature.zeros(self.inputs) if do is None else do
 
     def made(self, **gradients: Tensor | Callable[[], Tensor] | None) -> Gradients:
-        """Those of the `gradients` that are wanted, by the names of their inputs and in the dtypes of these.
+        """The wanted ones of the `gradients`, by the names of their inputs and in the dtypes of these.
 
-        A gradient may be a function that computes it, which is called if it is wanted.
+        A gradient may be a function that computes it, which is called only if the gradient is wanted.
         """
         found = {}
         for name, gradient in gradients.items():

@@ -1,7 +1,7 @@
-"""What is before this rank's tokens in each sequence, where a recurrence is not an operator: last tokens, sums, logs.
+"""The exchange of sequence parallel calls outside operators: last tokens, sums and logarithms.
 
-Each function takes what this rank's own tokens amount to, and what is before the tokens of all ranks. It returns what
-is before this rank's, and what is after those of all ranks.
+Each function takes the result of this rank's own tokens, and the state before the tokens of all ranks. It
+returns the state before this rank's tokens, and the state after those of all ranks.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def last_tokens(
     x: Tensor,  # [B, T, ...], this rank's tokens
     before: Tensor | None,  # [N, W, ...], the newest last; None for zeros
     W: int,
-    lengths: Tensor | None = None,  # [B], how many tokens of each row count
+    lengths: Tensor | None = None,  # [B], the number of tokens of each row before padding
     cu_seqlens: Tensor | None = None,
 ) -> Sequence[Tensor]:
-    """The last ``W`` tokens of each sequence, ``[N, W, ...]`` like `x`, from several ranks where one has fewer."""
+    """The last ``W`` tokens of each sequence, ``[N, W, ...]``, from several ranks if one has fewer."""
     if hasattr(x, "device_mesh"):
         return by_channels(partial(_last_tokens, ranks, W), x, before, lengths, cu_seqlens)
     return _last_tokens(ranks, W, x, before, lengths, cu_seqlens)
@@ -54,15 +54,15 @@ def _last_tokens(
         count, end, sequence = cu.diff(), cu[1:], sequence_of(t, cu)[None]
         row = torch.zeros_like(end)[:, None]
     if always_true(T == 0):
-        # It is a sum of nothing, not a constant: a compiler would join the gathers of constants, and other ranks have
-        # more.
+        # An empty sum, not a constant: a compiler would merge gathers of constants, and the ranks with tokens
+        # would have more gathers.
         window = x.sum((0, 1)).expand(len(count), W, *of_token)
     else:
         place = end[:, None] - W + column  # [N, W]
         place = torch.where(count[:, None] + column >= W, place, -1)  # -1 for none
         window = _Window.apply(x, row, place, sequence, t - end[sequence] + W)
-    # A sequence that has W tokens here needs none from before them. Counts go along in the dtype of the tokens, and
-    # bfloat16 has all integers up to 256.
+    # A sequence that has W tokens here needs none from before them. Counts are sent in the dtype of the
+    # tokens: bfloat16 represents all integers up to 256.
     count, sent = count.clamp(max=W), window if W <= 256 else upcast(window)
     rows = of_all(ranks, torch.cat([sent.flatten(1), count[:, None].to(sent.dtype)], 1))
     windows, counts = rows[..., :-1].unflatten(2, (W, *of_token)).to(x.dtype), rows[..., -1].detach().long()
@@ -73,14 +73,16 @@ def _last_tokens(
         kept = (moved[:, :, None] == column).view(-1, W, W, *ones)
         state = torch.where(kept, state.unsqueeze(1), 0).sum(2) + windows[rank]
         states.append(state)
-    # Selected from all, so that the first rank too has the gather in its graph, whose backward is one of all ranks.
+    # Selected from the states of all ranks, so that the first rank's graph has the gather too: all ranks run
+    # its backward.
     return torch.stack(states)[ranks.rank], state
 
 
 class _Window(torch.autograd.Function):
     """``x[row, place]``, and zeros where `place` is -1.
 
-    Its gradient is read, and not added up by ``index_put_``, which Inductor of PyTorch 2.13 moved behind what reads it.
+    Its gradient is gathered, not added up by ``index_put_``: Inductor of PyTorch 2.13 moved that after its
+    readers.
     """
 
     @staticmethod
@@ -99,12 +101,12 @@ class _Window(torch.autograd.Function):
 
 
 def sums(ranks: Ranks, total: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums of numbers, ``[N, ...]``."""
+    """The sums of numbers, ``[N, ...]``: before this rank, and of all ranks."""
     rows = of_all(ranks, total)
     return before + rows[: ranks.rank].sum(0), before + rows.sum(0)
 
 
 def logsumexps(ranks: Ranks, total: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """The logarithms of sums of the exponentials of logits, ``[N, ...]``, which are finite."""
+    """The logsumexp of finite logits, ``[N, ...]``: before this rank, and of all ranks."""
     rows = torch.cat([before[None], of_all(ranks, total)])
     return rows[: ranks.rank + 1].logsumexp(0), rows.logsumexp(0)

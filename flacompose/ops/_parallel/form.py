@@ -1,11 +1,11 @@
-"""A form across ranks: each has a stretch of the tokens, and they gather what their stretches do to a state.
+"""The sequence-parallel form: each rank has a span of the tokens, and all transitions are gathered.
 
-Forwards, every rank joins the maps of all stretches to the state before its own, and computes its tokens from there.
-Backwards, the gradient of the state after each stretch is joined in the same way from those that come from the outputs
-of the stretches after it; then the backward of the form is that of this rank's tokens alone. No token leaves its rank.
+Forwards, every rank joins the transitions of all spans to the state before its own, and computes its tokens
+from there. Backwards, the gradient of the state after each span follows in the same way from the outputs of
+later spans; then the backward of the form runs on this rank's tokens alone. No token leaves its rank.
 
-It is an `autograd.Function` of registered operators and PyTorch's own collectives. All of these are in a graph of
-`torch.compile`, where the compiler may move the collectives, which it could not within an operator.
+It is an `autograd.Function` of registered operators and PyTorch's own collectives. All of these are nodes in
+a graph of `torch.compile`, where the compiler may move the collectives; inside an operator it could not.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def across_ranks(
     stretch: Callable[[Any], tuple[Map, Tensor]],
     d_start: Callable[[Any, Tensor], Tensor],
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`form`, which is computed across ranks where they share the tokens."""
+    """`form`, computed sequence parallel where ranks share the tokens."""
 
     class Across(torch.autograd.Function):
         """The arguments are those of `Ranks`, then the inputs."""
@@ -51,7 +51,7 @@ def across_ranks(
             o, _ = form(*inputs._replace(initial_state=starts[ranks.rank]))
 
             tensors = [x for x in args if isinstance(x, Tensor)]
-            # Copies: a part of what was gathered would keep all of it in memory.
+            # Copies: a slice of the gathered tensor would keep all of it in memory.
             of_maps = [x.clone() for each in maps for x in each.tensors]
             ctx.save_for_backward(*tensors, starts[ranks.rank], *of_maps)
             ctx.others = [None if isinstance(x, Tensor) else x for x in args]
@@ -63,7 +63,7 @@ def across_ranks(
         @staticmethod
         def backward(ctx: Any, do: Tensor | None, d_final: Tensor | None) -> Any:
             refuse_second_derivatives()
-            # Read once, as checkpoints ask.
+            # Read once, as activation checkpointing requires.
             saved, n = ctx.saved_tensors, ctx.tensors_of_a_map
             args, i = [], 0
             for x, is_tensor in zip(ctx.others, ctx.is_tensor, strict=True):
@@ -77,7 +77,7 @@ def across_ranks(
 
             inputs_from_start = inputs._replace(initial_state=start)
             found = _of_every_rank(ranks, d_start(inputs_from_start, do), d_final)
-            # Every rank has the final state, so its gradient is the sum of what the ranks have for it.
+            # Every rank returns the final state, so its gradient is the sum over the ranks.
             d_final = torch.stack([x for _, x in found]).sum(0)
             d_ends, d_initial = join(maps, [x for x, _ in found], d_final, reverse=True)
 
@@ -106,9 +106,10 @@ def across_ranks(
 
 
 def _with_a_token(signature: Signature[Any], inputs: Any) -> Any:
-    """`inputs` without tokens, with one that is in no sequence, so that the rank takes part in all gathers.
+    """`inputs` without tokens plus one token in no sequence, so that the rank takes part in all gathers.
 
-    It is a sum of nothing, not a constant: a compiler would join the gathers of constants, and other ranks have more.
+    The token is an empty sum, not a constant: a compiler would merge gathers of constants, and the ranks with
+    tokens would have more gathers.
     """
     N = sequence_count(inputs[0], inputs.cu_seqlens)
     tokens = {}
@@ -121,7 +122,7 @@ def _with_a_token(signature: Signature[Any], inputs: Any) -> Any:
 
 
 def _distinct(inputs: Iterable[Any]) -> list[Any]:
-    """`inputs`, of which none is another tensor's second name, which Dynamo refuses."""
+    """`inputs`, with a view for each tensor that is given twice, because Dynamo refuses these."""
     found: list[Any] = []
     for x in inputs:
         twice = isinstance(x, Tensor) and any(x is y for y in found)
@@ -130,7 +131,7 @@ def _distinct(inputs: Iterable[Any]) -> list[Any]:
 
 
 def _cast(signature: Signature[Any], inputs: Any) -> Any:
-    """`inputs` as autocast casts those of the operator, so that their gradients have the dtype of what was given."""
+    """`inputs`, cast like the operator's by autocast, so that gradients have the given dtypes."""
     dtype = autocast_dtype(inputs[0].device)
     if dtype is None:
         return inputs
@@ -145,7 +146,7 @@ def _cast(signature: Signature[Any], inputs: Any) -> Any:
 def _of_every_rank(ranks: Ranks, *tensors: Tensor) -> list[list[Tensor]]:
     """The `tensors` of each rank, ``[N, H, ...]`` of one dtype, in one gather.
 
-    Heads keep their axis, since those of DTensors may be cut along it.
+    The axis of heads is kept, since DTensors may be sharded along it.
     """
     parts = [x.reshape(*x.shape[:2], -1) for x in tensors]
     sizes = [x.shape[2] for x in parts]

@@ -1,7 +1,7 @@
-"""The ranks that share out the tokens of each sequence, and what they tell each other during a call across them.
+"""The ranks that share the tokens of each sequence, and their communication during a sequence parallel call.
 
-`flacompose.distributed.context_parallel` makes such calls. Whatever hands something on from one token to the next asks
-`sharing()` whether it has to be handed on from rank to rank as well.
+`flacompose.distributed.context_parallel` makes such calls. Every function that passes a state from one token
+to the next asks `sharing()` whether it must be passed from rank to rank as well.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class Ranks(NamedTuple):
     group: str  # its name in torch.distributed
     rank: int  # of this process
     size: int
-    device: str  # the kind of device that it communicates from
+    device: str  # the type of device of its communication
 
 
 _ranks: Ranks | None = None
 
 
 def sharing() -> Ranks | None:
-    """The ranks of the call that is being made, None for a call of this process alone."""
+    """The ranks of the current call, None for a call of this process alone."""
     return _ranks
 
 
 @contextmanager
 def shared(ranks: Ranks | None) -> Iterator[None]:
-    """Within it, calls are made across these ranks."""
+    """A context in which calls are sequence parallel across these ranks."""
     global _ranks
     before, _ranks = _ranks, ranks
     try:
@@ -48,13 +48,13 @@ def shared(ranks: Ranks | None) -> Iterator[None]:
 
 
 def refuse_second_derivatives() -> None:
-    """To be called in a backward, in which gradients are on where it is to be differentiated again."""
+    """Raise in a backward in which gradients are enabled: it is to be differentiated again."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("a call across ranks has no second derivative: create_graph must be False")
 
 
 def check_device(ranks: Ranks, name: str, x: Any) -> None:
-    """Check, before anything is sent, that the ranks can send what is made of the tensor `x`."""
+    """Check, before any communication, that the ranks can send results computed from the tensor `x`."""
     if isinstance(x, Tensor) and x.device.type != ranks.device:
         raise ValueError(f"{name} must be on the device of the mesh, {ranks.device}, got {x.device}")
 
@@ -87,17 +87,17 @@ class _OfAll(torch.autograd.Function):
 
 
 def of_all(ranks: Ranks, x: Tensor) -> Tensor:
-    """``[size, *x.shape]``: `x` of every rank, to whose gradients every rank adds its own."""
+    """``[size, *x.shape]``: `x` of every rank. Its gradient is the sum of those of all ranks."""
     return _OfAll.apply(x, *ranks)
 
 
 def lengths_of_ranks(ranks: Ranks, T: int, device: torch.device) -> Tensor:
-    """``[size]``, how many tokens each rank has, of which this one has ``T``."""
+    """``[size]``, the number of tokens of each rank; this one has ``T``."""
     return gathered(ranks, torch.full((1,), T, dtype=torch.int64, device=device)).flatten()
 
 
 def bounds_of_rank(ranks: Ranks, cu_seqlens: Tensor | None, T: int) -> Tensor | None:
-    """The bounds within this rank's ``T`` tokens of sequences whose bounds in the whole row are `cu_seqlens`."""
+    """The bounds of sequences within this rank's ``T`` tokens, from those in the whole row, `cu_seqlens`."""
     if cu_seqlens is None:
         return None
     lengths = lengths_of_ranks(ranks, T, cu_seqlens.device)

@@ -1,6 +1,7 @@
-"""What the tokens of each sequence do to a state, made of a family's forms: the state reached from zero, and the map.
+"""The transition of each sequence, from a recurrence's forms: the state reached from zero, and the map.
 
-So `<family>_ends` is computed in PyTorch, and its backward everywhere, which calls that of the forms.
+This is the PyTorch implementation of `<family>_ends`, and on every device its backward, which calls the
+backward of the forms.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from flacompose.ops._tensors.packed import of_tokens, sequence_count, summed
 
 
 class DecayEnds:
-    """The ends of a family whose states decay: `end`, and a ``sum_x`` for each gate `x`.
+    """The transition of a recurrence whose states decay: `end`, and a ``sum_x`` for each gate `x`.
 
     Args:
-        of_forms: the signature of the family.
+        of_forms: the signature of the recurrence.
         eager: its `forward` and `backward` in PyTorch.
-        backward_of_forms: the operator.
-        gates: their names.
+        backward_of_forms: the operator of the forms' backward.
+        gates: the names of the gates.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class DecayEnds:
         return call.made(**made)
 
     def through_state(self, call: BackwardCall[Any], inputs: Any, d_state: Tensor | None) -> Gradients:
-        """What `call` wants, from the gradient of the states in which forms of these `inputs` end."""
+        """The gradients that `call` wants, from that of the final state of a form with these `inputs`."""
         names = self.signature.differentiable
         wanted = [x in call.wanted and x != "initial_state" for x in names]
         made = {x: torch.zeros_like(getattr(call.inputs, x)) for x in call.wanted}
@@ -69,10 +70,10 @@ class DecayEnds:
 
 
 class MatrixEnds(DecayEnds):
-    """The ends of a family that multiplies the keys of a state by a matrix: `end`, and the `matrix`.
+    """The transition of a recurrence whose states are multiplied by a matrix: `end` and `matrix`.
 
-    The columns of the identity matrix end as those of the matrix, if the values of tokens are zero there. So these are
-    swept beside the others.
+    The matrix is the final state of a form that starts at the identity matrix, with values of zero. It is
+    computed as further columns of the same call.
     """
 
     def axes_of_maps(self, axes: dict[str, str]) -> dict[str, str]:
@@ -94,7 +95,7 @@ class MatrixEnds(DecayEnds):
 
 
 def _with_identity(inputs: Any) -> Any:
-    """`inputs` that begin at a state of zero, beside it the identity matrix, to which zeros are written."""
+    """`inputs` that start at zero with the identity matrix as further columns, whose values are zero."""
     v, K = inputs.v, inputs.q.shape[-1]
     N, (H, V) = sequence_count(v, inputs.cu_seqlens), v.shape[2:]
     eye = torch.eye(K, dtype=state_dtype(v.dtype), device=v.device).expand(N, H, K, K)

@@ -1,4 +1,4 @@
-"""The token shift of RWKV, and of every recurrence that reads the token before: for every token, the one before it."""
+"""The token shift of RWKV and of every recurrence that reads the token before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flacompose.ops._tensors.sizes import always_true
 def token_shift(
     x: Tensor,  # [B, T, ...]
     last: Tensor | None = None,  # [N, ...], the token before the first of each sequence; None for zeros
-    lengths: Tensor | None = None,  # [B], how many tokens of each row count
+    lengths: Tensor | None = None,  # [B], the number of tokens of each row before padding
     cu_seqlens: Tensor | None = None,  # [N + 1]
     num_states: int | None = None,  # n, without lengths and cu_seqlens
 ) -> tuple[Tensor, Tensor]:
@@ -29,7 +29,7 @@ def token_shift(
         before = None if last is None else last.to(x.dtype)
         return shifted(x, before, cu_seqlens), last_of(x, last, lengths, cu_seqlens, num_states)
     before, after = _neighbours(ranks, x, last, lengths, cu_seqlens)
-    if always_true(x.shape[1] == 0):  # it takes part in the backward of the others
+    if always_true(x.shape[1] == 0):  # this rank takes part in the others' backward
         return before[:, None][: x.shape[0], :0], after
     return shifted(x, before, cu_seqlens), after
 
@@ -41,7 +41,7 @@ def last_of(
     cu_seqlens: Tensor | None,
     num_states: int | None,
 ) -> Tensor:
-    """The second result of `token_shift`: where a sequence has no tokens, it is the token before it."""
+    """The second result of `token_shift`; for a sequence without tokens, the token before it."""
     ranks = sharing()
     if ranks is not None:
         return _neighbours(ranks, x, before, lengths, cu_seqlens)[1]
@@ -58,6 +58,6 @@ def last_of(
 def _neighbours(
     ranks: Ranks, x: Tensor, last: Tensor | None, lengths: Tensor | None, cu_seqlens: Tensor | None
 ) -> list[Tensor]:
-    """The token before this rank's in each sequence, and the last of all ranks."""
+    """The token before this rank's tokens in each sequence, and the last token of all ranks."""
     start = None if last is None else last.unsqueeze(1)
     return [y.squeeze(1) for y in last_tokens(ranks, x, start, 1, lengths, cu_seqlens)]

@@ -1,12 +1,12 @@
-"""Stretches of a sequence that lie apart, as on several ranks: what each does to a state, and how they are joined.
+"""Transitions, the affine maps of the state over spans of tokens such as a rank's, and their join.
 
-Over any stretch of tokens a recurrence maps the state ``S`` to ``A(S) + end``, where `end` is the state that it reaches
-from zero. `A` multiplies each number of the state (`Decay`), or its keys by a matrix (`Matrix`). Backwards in time, the
-gradient ``dS`` of the state after the stretch becomes ``A^T(dS) + d_start``, where `d_start` is the gradient of the
-state before it that comes from its own outputs. In a family's `op`, ``stretch(inputs)`` is ``(A, end)``, and
-``d_start(inputs, do)`` the other.
+Over any span of tokens a recurrence maps the state ``S`` to ``A(S) + end``, where `end` is the state reached
+from zero. `A` multiplies each number of the state (`Decay`), or its keys by a matrix (`Matrix`). Backwards in
+time, the gradient ``dS`` of the state after the span becomes ``A^T(dS) + d_start``, where `d_start` is the
+gradient of the state before it that comes from the outputs of the span. In a recurrence's `op`,
+``stretch(inputs)`` returns ``(A, end)``, and ``d_start(inputs, do)`` returns `d_start`.
 
-All is PyTorch on tensors as small as a state, so nothing here is an operator of its own.
+Everything is PyTorch on tensors as small as a state, so nothing here needs an operator of its own.
 """
 
 from __future__ import annotations
@@ -66,10 +66,11 @@ Map = Decay | Matrix
 def join(
     maps: Sequence[Map], ends: Sequence[Tensor], initial: Tensor | None = None, reverse: bool = False
 ) -> tuple[list[Tensor], Tensor]:
-    """The state before each stretch, and after the last one, from the state before the first, zero if it is None.
+    """The state before each span, and after the last, from that before the first, zero if None.
 
-    With `reverse`, backwards in time: `ends` are the `d_start` of all stretches, and `initial` is the gradient of the
-    state after the last one. The results are the gradients of the states after each stretch and before the first.
+    With `reverse`, backwards in time: `ends` are the `d_start` of all spans, and `initial` is the gradient of
+    the state after the last one. The results are the gradients of the states after each span and before the
+    first.
     """
     S = torch.zeros_like(ends[0]) if initial is None else initial
     starts = [S] * len(ends)

@@ -1,1 +1,1 @@
-"""Kernel families: each holds one recurrence's reference, its eager form, its Triton kernels and its registered ops."""
+"""The recurrences: each folder has a reference, eager form, Triton kernels and operators."""

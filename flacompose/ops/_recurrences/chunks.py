@@ -1,4 +1,4 @@
-"""Chunks in PyTorch: how sequences are cut into them, and how a state goes on from one to the next."""
+"""Chunks in PyTorch: how sequences are cut into chunks, and state passing from one chunk to the next."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from flacompose.ops._tensors.dtype import state_dtype
 from flacompose.ops._tensors.packed import ChunkTable, chunk_table, sequence_count
 
 CHUNK = 64  # tokens of a chunk, at most; a power of two
-SEGMENT = 1 << 18  # elements of the largest tensor of a segment, so that a cache holds it
+SEGMENT = 1 << 18  # elements of the largest tensor of a cache block
 
 
 class Chunks:
-    """``[B, T, H, ...]`` cut into ``[B, H, R, C, ...]``, padded with zeros that do nothing, and put together again.
+    """``[B, T, H, ...]`` cut into ``[B, H, R, C, ...]``, padded with zeros, and joined again.
 
-    `at` are the numbers of these R chunks: all, or those of a segment of the tokens.
+    `at` are the numbers of these R chunks: all, or those of a cache block of the tokens.
     """
 
     def __init__(self, q: Tensor, cu_seqlens: Tensor | None) -> None:
@@ -31,14 +31,15 @@ class Chunks:
         self.table: ChunkTable | None = None
         if cu_seqlens is not None:
             self.table = chunk_table(cu_seqlens, self.T, self.size, self.one_each)
-            # Where a chunk has no token, T stands for it.
+            # T stands for a place of a chunk without a token.
             self.token = torch.where(self.table.exists, self.table.token, self.T)  # [R, C]
         self.at = range(-(-self.T // self.size) if self.table is None else len(self.token))
 
     def segments(self, elements: int) -> list[Chunks]:
-        """These chunks in segments, short enough for a cache, where the largest tensor has `elements` for each chunk.
+        """These chunks in cache blocks; the largest tensor has `elements` for each chunk.
 
-        Segments are computed one after the other, so their tensors use the same memory, which stays in the cache.
+        The blocks are computed one after the other, so their tensors reuse the same memory, which stays in
+        the cache.
         """
         length, segments = max(1, SEGMENT // max(1, elements)), []
         for begin in self.at[::length]:
@@ -51,7 +52,8 @@ class Chunks:
         first, last = self.at.start, self.at.stop
         if self.table is not None:
             token, exists = self.token[first:last], self.table.exists[first:last, :, None]
-            # Contiguous first: indexing would pass the strides of `x` on to products, whose bits depend on them.
+            # Contiguous first: products would inherit the strides of `x` from indexing, and their bits depend
+            # on them.
             x = x.contiguous().transpose(1, 2)[:, :, token.clamp(max=self.T - 1)]
             return torch.where(exists, x, 0).to(self.dtype)
         x = x[:, first * self.size : last * self.size].to(self.dtype).transpose(1, 2).contiguous()
@@ -60,18 +62,19 @@ class Chunks:
         return x.unflatten(2, (-1, self.size))
 
     def join(self, *segments: Tensor) -> Tensor:
-        """``[B, T, H, ...]`` of what lies in all chunks, given whole or by segments."""
+        """``[B, T, H, ...]`` from the chunks of all tokens, given whole or by cache blocks."""
         if self.table is not None:
             x = self.tokens(torch.cat(segments, 2)).transpose(1, 2)
             return x.clone(memory_format=torch.contiguous_format)
         tokens = [x.flatten(2, 3).transpose(1, 2) for x in segments]
         tokens[-1] = tokens[-1][:, : self.T - sum(x.shape[1] for x in tokens[:-1])]
         x = torch.cat(tokens, 1)
-        # `contiguous` keeps any stride of an axis of size 1, as that of a single token, and `clone` does not.
+        # `contiguous` keeps any stride of an axis of size 1, such as that of a single token; `clone` does
+        # not.
         return x.clone(memory_format=torch.contiguous_format) if self.one_each else x.contiguous()
 
     def tokens(self, x: Tensor) -> Tensor:
-        """``[B, H, T, ...]`` of what lies in chunks; it may be a view."""
+        """``[B, H, T, ...]`` from chunks; it may be a view."""
         if self.table is None:
             return x.flatten(2, 3)[:, :, : self.T]
         x = torch.where(self.table.exists[:, :, None], x, 0).flatten(2, 3)
@@ -81,9 +84,9 @@ class Chunks:
     def decaying_sweep(
         self, ends: Tensor, decays: Sequence[Tensor], start: Tensor | None, reverse: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """`sweep` of ``S <- S * decays + ends``, the maps of chunks, all ``[B, H, R, K, V]`` or broadcast to it.
+        """State passing of ``S <- S * decays + ends``, all ``[B, H, R, K, V]`` or broadcast to it.
 
-        The states before the chunks may be one matrix of zeros, ``[K, V]``.
+        The result is that of `sweep`. The states before the chunks may be one matrix of zeros, ``[K, V]``.
         """
         _, H, R, K, V = ends.shape
 
@@ -107,15 +110,15 @@ class Chunks:
     def sweep(
         self, step: Callable[[int, Tensor], Tensor], R: int, start: Tensor, reverse: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """`Sweep` over all ``R`` chunks: the state before every chunk, and after the last chunk of each sequence."""
+        """State passing over all ``R`` chunks: the state before each, and after the last of each sequence."""
         sweep = Sweep(self, start, reverse)
         return sweep.over(range(R), step), sweep.end()
 
 
 class Sweep:
-    """A state on its way over the chunks, from the states `start`, ``[N, H, K, V]``, before the sequences.
+    """State passing over the chunks, from the states `start`, ``[N, H, K, V]``, before the sequences.
 
-    With `reverse` it goes backwards in time: the gradient of the state, from those after the sequences.
+    With `reverse` the gradient of the state goes backwards in time, from its values after the sequences.
     """
 
     def __init__(self, chunks: Chunks, start: Tensor, reverse: bool = False) -> None:
@@ -129,10 +132,10 @@ class Sweep:
             self.after = [self.S] * len(sequence)
 
     def over(self, at: range, step: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """``S <- step(i, S)`` for each of the chunks `at`, which `i` counts from 0.
+        """``S <- step(i, S)`` for each of the chunks `at`; `i` counts them from 0.
 
-        Returns the state before every chunk, ``[B, H, R, K, V]``. With `reverse`, the gradient of the state after
-        every chunk.
+        Returns the state before every chunk, ``[B, H, R, K, V]``. With `reverse`, the gradient of the state
+        after every chunk.
         """
         before = [self.S] * len(at)
         for i in reversed(range(len(at))) if self.reverse else range(len(at)):

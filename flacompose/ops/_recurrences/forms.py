@@ -1,4 +1,4 @@
-"""The registered ops of a family: its forms, which compute the same function, and what else is made of these."""
+"""The registered operators of a recurrence: its forms, their backward, and its transitions."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ ONE_KERNEL = ("recurrent", "update", "steps", "token")
 
 @dataclass(frozen=True)
 class Forms(Generic[AnyInputs]):
-    """The forms of a family, and what else is made of them.
+    """The forms of a recurrence, which compute the same function, and its transitions.
 
-    They return ``(o, final_state)``. `chunk` computes in chunks of tokens, for training and for prompts, also where
-    ranks share the tokens; `recurrent` computes token by token, for decoding. `steps` is `recurrent` with `count`
-    states, ``[N, count, ...]``, those after the last tokens that are `stride` apart: `stride` is the number of the
-    operator's tokens that stand for one token.
+    They return ``(o, final_state)``. `chunk` computes in chunks of tokens, for training and for prompts, also
+    sequence parallel; `recurrent` computes token by token, for decoding. `steps` is `recurrent` with `count`
+    states, ``[N, count, ...]``: those after the last tokens that are `stride` apart. `stride` is the number
+    of the operator's tokens that stand for one token. `stretch` returns the transition of each sequence, and
+    `d_start` the gradient of its initial state that comes from its outputs.
     """
 
     chunk: Callable[..., tuple[Tensor, Tensor]]
@@ -57,11 +58,11 @@ def define_forms(
     flops: Callable[..., int],
     of_state: Callable[[AnyInputs], AnyInputs] = lambda inputs: inputs,
 ) -> Forms[AnyInputs]:
-    """Register the forms "chunk" and "recurrent", and return what a family's `op` has.
+    """Register the forms "chunk" and "recurrent", and return the functions of a recurrence's `op`.
 
     Args:
-        signature, eager, gates, flops: as `define_ops` takes them.
-        of_state: gives inputs that do the same to a state, and whose `gates` are all that decays it.
+        signature, eager, gates, flops: as in `define_ops`.
+        of_state: returns inputs with the same transition, in which only the `gates` decay the state.
     """
     ops = define_ops(signature, eager, forms=("chunk", "recurrent"), gates=gates, flops=flops)
     axes = signature.axes["final_state"].split()
@@ -71,7 +72,7 @@ def define_forms(
     ]
 
     def stretch(inputs: AnyInputs) -> tuple[Map, Tensor]:
-        """What the tokens of each sequence do to a state: the map, and the state that they reach from zero."""
+        """The transition of each sequence: the map, and the state that it reaches from zero."""
         inputs = of_state(inputs)
         if "q" in inputs._fields:  # queries do nothing to the state
             inputs = inputs._replace(q=inputs.k.detach())
@@ -99,28 +100,29 @@ def define_ops(
     gates: tuple[str, ...] | None = None,
     flops: Callable[..., int],
 ) -> dict[str, OpOverload]:
-    """Register ``<name>_<form>`` for each of `forms`, and ``<name>_backward``; return the operators by these names.
+    """Register ``<name>_<form>`` for each form, and ``<name>_backward``; return them by name.
 
-    With a form "recurrent" there is ``<name>_steps`` too, which is that form of sequences in rows, and returns states
-    after several of the last tokens. Its derivatives are those of a call for each of these. With `gates` there is
-    ``<name>_ends``, which returns the state that each sequence reaches from zero, whatever the initial state is, and
-    what it does to any other: the sums of its gates or, if there are none, the matrix by which it multiplies keys. It
-    has a backward of its own.
+    With a form "recurrent" there is ``<name>_steps`` too. It is that form for sequences in rows, and
+    returns states after several of the last tokens. Its derivatives are those of one call per state. With
+    `gates` there is ``<name>_ends``, which returns the transition of each sequence, whatever the initial
+    state is: the state reached from zero, and the sums of the gates or, if there are none, the matrix that
+    multiplies the keys of the state. It has a backward of its own.
 
-    A form "update" is for one token of a caller that writes the final state over the initial one. It computes what
-    the other forms do; in the graph that Inductor gets, its kernel writes the state where it reads it, if that rounds
-    nothing, which saves a copy. Where the initial state is kept, Inductor copies that.
+    A form "update" is for one token of a caller that overwrites the initial state with the final one. It
+    computes the same as the other forms; in the graph that Inductor gets, its kernel overwrites the state it
+    reads, if that rounds nothing, which saves a copy. If the caller keeps the initial state, Inductor copies
+    it.
 
     Args:
-        signature: what the forms take and return.
-        eager: the module with `forward`, which takes the named tuple of the inputs, and `backward`, which takes a
-            `BackwardCall` and returns the gradients that it wants, by the names of the inputs. Without a `backward`,
-            and then without `gates`, there is no such operator, and derivatives are those of `forward`. Its folder has
-            the name of the recurrence. The module `cuda` there has a function for each of the forms, and of "steps" and
-            "ends" that there are, which takes the named tuple of the inputs, and a function `backward` like this one.
-        forms: the form "chunk" compiles its kernels ahead, "recurrent", "update" and "token" are one kernel.
+        signature: the arguments and results of the forms.
+        eager: the module with the recurrence's `forward`, which takes the named tuple of the inputs, and its
+            `backward`, which takes a `BackwardCall` and returns the wanted gradients by the names of the inputs.
+            Without a `backward`, and then without `gates`, there is no such operator, and derivatives are those of
+            `forward`. Its folder has the name of the recurrence. The module `cuda` there has a function for each of
+            the forms, and for "steps" and "ends" if they exist, and a function `backward` like this one.
+        forms: the form "chunk" compiles its kernels ahead; "recurrent", "update" and "token" are one kernel.
         gates: the names of the inputs that decay a state by their sums over the tokens.
-        flops: of a form, as `define_op` takes it; the backward has twice as many.
+        flops: as in `define_op`, for a form; the backward has twice as many.
     """
     folder = eager.__name__.rpartition(".")[0]
     if not hasattr(eager, "backward"):
@@ -140,14 +142,14 @@ def define_ops(
 def start_gradient(
     signature: Signature[AnyInputs], backward: OpOverload
 ) -> Callable[[AnyInputs, Tensor], Tensor]:
-    """The function `d_start` of a family, from the operator of its backward."""
+    """The function `d_start` of a recurrence, from the operator of its backward."""
     mask = [x == "initial_state" for x in signature.differentiable]
 
     def d_start(inputs: AnyInputs, do: Tensor) -> Tensor:
         """The gradient of the state before each sequence that comes from its outputs.
 
-        An absent state is taken as zero. Only in the normaliser, which divides by what it reads, does the result
-        depend on the state.
+        An absent state is taken as zero. The result depends on the state only in the denominator, which
+        divides by the read of the state.
         """
         if inputs.initial_state is None:
             _, state = signature.fake(*inputs)
@@ -184,9 +186,9 @@ def define_form(
 def _define_backward(
     folder: str, name: str, signature: Signature[Any], eager: Any, flops: Callable[..., int]
 ) -> OpOverload:
-    """Only that of the forms has kernels. That of ends is PyTorch around it on every device.
+    """Register a backward: of the forms, with kernels, or of transitions, in PyTorch everywhere.
 
-    It is an operator nevertheless, so that a graph of any length has one node for it.
+    It is an operator nevertheless, so that a graph has one node for it, whatever the length.
     """
     load = partial(on_cuda, folder, name, signature) if name == "backward" else None
     fake = signature.fake_backward
@@ -213,7 +215,7 @@ def matrix_state_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
 
 @cache
 def on_cuda(folder: str, form: str, signature: Signature[Any]) -> Replay:
-    """What CUDA runs for a form of a family, or for its backward, imported when it is first needed: it needs Triton."""
+    """The CUDA implementation of a form or backward, imported at its first use, because it needs Triton."""
     from flacompose.ops._launch.replay import Replay
     from flacompose.ops._launch.warm_up import compile_ahead
 
@@ -228,13 +230,13 @@ def on_cuda(folder: str, form: str, signature: Signature[Any]) -> Replay:
 
 
 def _compiling(fake: Callable[..., Any], load: Callable[[], Replay]) -> Callable[..., Any]:
-    """`fake`, which also starts to compile the kernels for a GPU, while a graph with the operator is traced."""
+    """`fake`, which also starts the compilation of the kernels for a GPU while a graph is traced."""
 
     def compiling_fake(*args: Any) -> Any:
         x = args[0]
         launches = CUDA and x.is_cuda and x.dtype is not torch.float64 and is_here(x.device)
         if launches and runs_kernels(x.device.index) and not torch.compiler.is_exporting():
-            # What fails here fails again, and says so, when it is called.
+            # An error here occurs again, and is raised, when the operator is called.
             with torch.cuda.device(x.device), suppress(Exception):
                 load().implementation.begin(args)
         return fake(*args)

@@ -1,7 +1,7 @@
-"""The states after some of the last tokens, from calls of a family's recurrent form.
+"""Intermediate states: the states after some of the last tokens, from calls of a recurrence's recurrent form.
 
-The tokens are cut behind each token whose state is wanted. The parts are computed one after the other, each from the
-state of the one before. So the results are those of shorter calls, and so are all derivatives.
+The tokens are cut after each token whose state is wanted. The parts are computed one after the other, each
+from the state of the part before. So the results are those of shorter calls, and so are all derivatives.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from flacompose.ops._operators.signature import Signature
 
 
 class Steps:
-    """The states of calls with `count` and `stride`: after the last token, and after those that lie `stride` before it.
+    """The states of calls with `count` and `stride`: after the last token, and every `stride` before.
 
     Args:
-        of_forms: the signature of the family. Every tensor that has an axis ``T`` has it second.
+        of_forms: the signature of the recurrence. Every tensor that has an axis ``T`` has it second.
         recurrent: the operator of the form. The graph of a derivative calls it once for each part.
     """
 
@@ -28,7 +28,7 @@ class Steps:
         self.of_tokens = {name for name, axes in of_forms.axes.items() if "T" in axes.split()}
         o, *_ = get_type_hints(of_forms.outputs, include_extras=True).values()
         _, *final = of_forms.outputs._fields
-        # A state is one tensor or several, each of them `initial_x` before the tokens and `final_x` after them.
+        # A state is one tensor or several, named `initial_x` before the tokens and `final_x` after them.
         self.initial = [x.replace("final", "initial") for x in final]
         states = {
             x.replace("final_state", "states"): of_forms.axes[x].replace("N", "N count", 1) for x in final
@@ -36,7 +36,7 @@ class Steps:
         self.signature = of_forms.with_results("count", "stride", o=o, **states)
 
     def forward(self, inputs: Any, count: int, stride: int) -> tuple[Tensor, ...]:
-        """``(o [B, T, ...], states [N, count, ...])`` of sequences in rows, with as many states as a form returns."""
+        """``(o [B, T, ...], states [N, count, ...])`` of sequences in rows, with all states of the form."""
         T = inputs[0].shape[1]
         ends = [T - stride * i for i in reversed(range(count))]
         outputs, states = [], []

@@ -1,4 +1,4 @@
-"""Operations on distributed tensors (DTensors) that PyTorch does wrongly, or not at all, without help."""
+"""Operations on distributed tensors (DTensors) that PyTorch computes wrongly or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flacompose._errors import TypeError
 
 
 def replicated(x: Tensor, like: Tensor) -> Tensor:
-    """``x``, the same on every rank, as a DTensor if `like` is one: PyTorch mixes no plain tensors with these."""
+    """``x``, equal on every rank, as a DTensor if `like` is one, since PyTorch does not mix both."""
     mesh = getattr(like, "device_mesh", None)
     if mesh is None:
         return x
@@ -25,7 +25,7 @@ def replicated(x: Tensor, like: Tensor) -> Tensor:
 
 
 def shards(x: Any, dim: int) -> int:
-    """Into how many parts the ranks cut an axis of a DTensor; of a plain tensor, 1."""
+    """The number of shards of an axis of a DTensor; of a plain tensor, 1."""
     mesh = getattr(x, "device_mesh", None)
     if mesh is None:
         return 1
@@ -33,10 +33,10 @@ def shards(x: Any, dim: int) -> int:
 
 
 def unflatten(x: Any, dim: int, sizes: tuple[int, ...]) -> Tensor:
-    """``x.unflatten(dim, sizes)``, also where the shards of a DTensor do not begin and end between the new parts.
+    """``x.unflatten(dim, sizes)``, also if shards of a DTensor begin or end within the new parts.
 
-    Such a DTensor is gathered along this axis first. Its shards fit the parts where the number of ranks divides the
-    first of `sizes` that is above 1.
+    Such a DTensor is gathered along this axis first. Its shards fit the parts if the number of ranks divides
+    the first of `sizes` that is above 1.
     """
     ranks = shards(x, dim)
     if ranks > 1 and next((size for size in sizes if size > 1), 1) % ranks != 0:
@@ -45,27 +45,28 @@ def unflatten(x: Any, dim: int, sizes: tuple[int, ...]) -> Tensor:
 
 
 def flatten(x: Tensor, start: int, end: int) -> Tensor:
-    """``x.flatten(start, end)``, where the gradient of a DTensor gets the shards of the result before it goes back.
+    """``x.flatten(start, end)``; the gradient of a DTensor first gets the shards of the result.
 
-    The gradient may arrive with other shards, which PyTorch could not unflatten along the outer axis. Where the size of
-    that axis is 1, any shards will do.
+    The gradient may arrive with other shards, which PyTorch could not unflatten along the outer axis. If the
+    size of that axis is 1, any shards will do.
     """
     y = x.flatten(start, end)
     return _with_own_gradient(y) if hasattr(x, "device_mesh") and x.shape[start] > 1 else y
 
 
 def with_dense_gradient(x: Tensor) -> Tensor:
-    """``x``, whose gradient, where it is a DTensor, gets the strides that PyTorch takes it to have."""
+    """``x``, whose gradient, if it is a DTensor, gets the strides that PyTorch expects."""
     if hasattr(x, "device_mesh") and x.requires_grad:
         x.register_hook(partial(torch.clone, memory_format=torch.contiguous_format))
     return x
 
 
 def split(x: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
-    """``x.split(sizes, dim)``, where the parts of a DTensor need not all get a gradient.
+    """``x.split(sizes, dim)``, also if some parts of a DTensor get no gradient.
 
-    PyTorch joins their gradients, and puts plain zeros where one is absent, which cannot be joined with DTensors. So
-    each part of a DTensor is cut out by itself, although its gradient is then padded with zeros to the size of `x`.
+    PyTorch concatenates their gradients, with plain zeros for an absent one, which it does not concatenate
+    with DTensors. So each part of a DTensor is a slice of its own, although its gradient is then padded with
+    zeros to the size of `x`.
     """
     if not hasattr(x, "device_mesh"):
         return x.split(sizes, dim)
@@ -75,12 +76,12 @@ def split(x: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
 
 
 def unbind(x: Tensor) -> Sequence[Tensor]:
-    """``x.unbind()``, where the parts of a DTensor need not all get a gradient, as in `split`."""
+    """``x.unbind()``, also if some parts of a DTensor get no gradient, as in `split`."""
     return [x[i] for i in range(x.shape[0])] if hasattr(x, "device_mesh") else x.unbind()
 
 
 def _gathered(x: Any, dim: int) -> Any:
-    """The DTensor with an axis that is not sharded: every rank has all of it."""
+    """The DTensor, gathered along an axis: every rank has the whole axis."""
     from torch.distributed.tensor import Replicate
 
     cut = dim % x.ndim
@@ -88,12 +89,12 @@ def _gathered(x: Any, dim: int) -> Any:
 
 
 def _with_own_gradient(x: Any) -> Any:
-    """A DTensor whose gradient is sharded as it is."""
+    """A DTensor whose gradient gets the same shards."""
     return x.redistribute(placements=x.placements)
 
 
 def of_shards(function: Callable[[Tensor], Tensor], x: Any, moved: int) -> Any:
-    """``function(x)``, where `x` is a DTensor of each rank's part, whose cut axes move by `moved` in the result."""
+    """``function(x)`` on the local shard if `x` is a DTensor; sharded axes move by `moved` in the result."""
     mesh = getattr(x, "device_mesh", None)
     if mesh is None:
         return function(x)
@@ -107,10 +108,10 @@ def of_shards(function: Callable[[Tensor], Tensor], x: Any, moved: int) -> Any:
 
 
 def by_channels(function: Callable[..., Sequence[Tensor]], x: Any, *others: Any) -> list[Tensor]:
-    """``function(x, *others)``, computed by each rank for its own channels, where `x` is a DTensor.
+    """``function(x, *others)``; if `x` is a DTensor, computed by each rank for its own channels.
 
-    The channels are the axes from the third on, of `x` and of all tensors with as many axes, results included. Others
-    have none, and are None or whole on every rank.
+    The channels are the axes from the third on, of `x` and of all tensors with as many axes, results
+    included. Other arguments have none, and are None or whole on every rank.
     """
     from torch.distributed.tensor import DTensor
 
@@ -127,8 +128,8 @@ def by_channels(function: Callable[..., Sequence[Tensor]], x: Any, *others: Any)
 
 
 def _cut(x: Any, first: int = 0) -> list[int | None]:
-    """The axis of the DTensor, from the `first` on, that each dimension of the mesh cuts, None if it cuts none."""
-    # Not `p.dim`, which the compiler takes for dynamic.
+    """The axis of the DTensor, from the `first` on, that each dimension of the mesh shards, or None."""
+    # `p.dim` would be dynamic for the compiler.
     return [next((d for d in range(first, x.dim()) if p.is_shard(d)), None) for p in x.placements]
 
 
@@ -139,7 +140,7 @@ def _placed(dims: Sequence[int | None]) -> list[Any]:
 
 
 def _distributed(x: Tensor, mesh: Any, placements: Sequence[Any], shape: Sequence[int]) -> Tensor:
-    """The DTensor of this `shape`, which is given since ranks may have parts of unlike sizes."""
+    """The DTensor of this `shape`, which is explicit because ranks may have shards of different sizes."""
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(shape, device="meta").stride()
@@ -153,9 +154,10 @@ def by_shard(
 ) -> list[Tensor]:
     """``function(s, z, cu_seqlens, output_states)``, computed by each rank for its own rows and heads.
 
-    It is for functions with operations that DTensor lacks, in which rows and heads do not depend on each other.
-    ``s [B, T, H, ...]`` is a DTensor, and so are ``z [N, H, ...]`` and ``cu_seqlens`` unless they are absent. The first
-    two results are like `s`, the third like `z` or, with `output_states`, like `s` with so many tokens.
+    It is for functions with operations that DTensor lacks, and whose rows and heads are independent. ``s [B,
+    T, H, ...]`` is a DTensor, and so are ``z [N, H, ...]`` and ``cu_seqlens`` unless they are absent. The
+    first two results are like `s`, the third like `z` or, with `output_states`, like `s` with that many
+    tokens.
     """
     from torch.distributed.tensor import DTensor
 

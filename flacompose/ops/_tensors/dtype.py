@@ -1,4 +1,4 @@
-"""The dtypes in which sums of half-precision numbers are taken, and those that autocast casts to."""
+"""The dtypes of sums of half-precision numbers, and the dtypes that autocast casts to."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def product(x: Tensor, y: Tensor) -> Tensor:
 
 
 def autocast_on(device: torch.device) -> bool:
-    """Whether autocast is on for `device`. PyTorch raises an error when it is asked about a device without autocast."""
+    """Whether autocast is on for `device`. PyTorch raises an error for a device without autocast."""
     return device.type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast casts to, or None where it is off."""
+    """The dtype that autocast casts to, or None if it is off."""
     return torch.get_autocast_dtype(device.type) if autocast_on(device) else None

@@ -1,4 +1,4 @@
-"""Gates as logarithms: of a sigmoid, and of rates and time steps, with their bound."""
+"""Gates as logarithms: of a sigmoid, and of rates times time steps, with their bound."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flacompose.ops._tensors.dtype import upcast
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """Less by 1 than the logarithm of the least number above 0, so that the exponential is 0.
+    """The logarithm of the smallest number above 0, minus 1, so that its exponential is 0.
 
     A function, since Dynamo would take a number of the module for an input of the graph.
     """
@@ -20,16 +20,16 @@ def lowest(dtype: torch.dtype) -> float:
 
 
 def log_sigmoid(x: Tensor) -> Tensor:
-    """``log(sigmoid(x))``, made of a function whose gradient DTensor has, unlike that of `F.logsigmoid`."""
-    # Above its threshold `softplus` returns its argument, which from 40 on is exact even in float64.
+    """``log(sigmoid(x))``, by a function whose gradient DTensor supports, unlike that of `F.logsigmoid`."""
+    # Above its threshold `softplus` returns its argument, which is exact from 40 on even in float64.
     return -F.softplus(-x, threshold=40)
 
 
 def bounded(g: Tensor) -> Tensor:
     """`g`, clamped from below at a bound whose exponential underflows to 0.
 
-    Below it the true gradient is 0. Kernels would give a rounding error, which a huge rate would multiply; the clamp
-    gives exactly 0.
+    Below the bound the true gradient is 0. Kernels would return a rounding error, which a huge rate would
+    multiply; the clamp returns exactly 0.
     """
     return g.clamp(min=lowest(g.dtype))
 
@@ -37,7 +37,7 @@ def bounded(g: Tensor) -> Tensor:
 def time_step(
     dt: Tensor, dt_bias: Tensor | None, softplus: bool, x: Tensor, limit: tuple[float, float] | None = None
 ) -> Tensor:
-    """`dt` with its bias, through softplus if asked, within `limit`: in float32 (float64 for float64 `dt` or `x`)."""
+    """`dt` with its bias, through softplus if asked, within `limit`; upcast as by `upcast(dt, x)`."""
     dt = upcast(dt, x) if dt_bias is None else dt + upcast(dt_bias, dt, x)
     if softplus:
         dt = F.softplus(dt)
@@ -59,5 +59,5 @@ def forgets(A: Tensor) -> Tensor:
 
 
 def log_decay(dt: Tensor, A: Tensor) -> Tensor:
-    """``dt * A``, with the lowest finite number for a rate of -inf, which times a time step of 0 would be NaN."""
+    """``dt * A``, with the lowest finite rate in place of -inf, which times a time step of 0 would be NaN."""
     return torch.where(forgets(A), dt.detach(), dt) * A.clamp(min=finfo(A.dtype).min)

@@ -1,7 +1,7 @@
-"""Groups of queries that read one state, as tokens of a recurrence in which each token has one query.
+"""Grouped queries: the queries of a group read one state, as tokens of a recurrence with one query per token.
 
-The first query of a group is read as its token is written, the others between tokens that write nothing and forget
-nothing.
+The first query of a group reads after its token has been written. The others are tokens of their own between,
+which neither write nor decay.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def in_turn(q: Tensor) -> Tensor:
 
 
 def by_head(o: Tensor, T: int, groups: int) -> Tensor:
-    """What `in_turn` made of ``T`` tokens, ``[B, T * G, H, K]``, as ``[B, T, H, G, K]`` again."""
+    """The inverse of `in_turn`: ``[B, T * G, H, K]`` of ``T`` tokens as ``[B, T, H, G, K]``."""
     return o.unflatten(1, (T, groups)).transpose(2, 3)
 
 

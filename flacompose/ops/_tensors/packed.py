@@ -1,4 +1,4 @@
-"""Packed sequences: which tokens and which chunks are those of each sequence, computed on the device."""
+"""Packed sequences: the tokens and chunks of each sequence, computed on the device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sequence_count(x: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def check_bounds(cu_seqlens: Tensor, T: int) -> None:
-    """Check the values of `cu_seqlens` for ``T`` packed tokens. They are read, so it waits for a GPU."""
+    """Check the values of `cu_seqlens` for ``T`` packed tokens. Reading them waits for a GPU."""
     values = cu_seqlens.tolist()
     if values[0] == 0 and values[-1] <= T and values == sorted(values):
         return
@@ -38,12 +38,12 @@ def check_bounds(cu_seqlens: Tensor, T: int) -> None:
 
 
 def bounds(cu_seqlens: Tensor, T: int) -> Tensor:
-    """``cu_seqlens`` as int64, made to ascend within ``T``: whatever it holds, no access leaves the tokens."""
+    """``cu_seqlens`` as int64, made to ascend within ``T``: with any values, no access leaves the tokens."""
     return cu_seqlens.long().clamp(0, T).cummax(0).values
 
 
 def stretched(cu_seqlens: Tensor | None, factor: int) -> Tensor | None:
-    """`cu_seqlens` of the sequences in which `factor` tokens stand for each."""
+    """`cu_seqlens` of sequences with `factor` tokens in place of each."""
     return None if cu_seqlens is None else cu_seqlens.long() * factor
 
 
@@ -55,10 +55,10 @@ def inside(cu_seqlens: Tensor, T: int) -> Tensor:
 
 
 def without_tail(cu_seqlens: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Each ``x [1, T, ...]`` with zeros for the tokens that are in no sequence; without `cu_seqlens` as it is.
+    """Each ``x [1, T, ...]`` with zeros for the tokens in no sequence; unchanged without `cu_seqlens`.
 
-    It is for what is computed in front of an op. Such a token may hold anything, and its gradient is 0 times what it
-    holds, which is NaN where that is not finite, and in the gradient of a parameter would be added to all others.
+    It is for PyTorch code in front of an op. Such a token may hold any numbers, and its gradient is 0 times
+    these: NaN if they are not finite, and the gradient of a parameter would sum that with all others.
     """
     if cu_seqlens is None:
         return tensors
@@ -67,7 +67,7 @@ def without_tail(cu_seqlens: Tensor | None, *tensors: Tensor) -> tuple[Tensor, .
 
 
 def sequence_of(t: Tensor, cu: Tensor) -> Tensor:
-    """The sequence, within `bounds` ``cu``, that token ``t`` is in; for a token in none, the first or the last."""
+    """The sequence of token ``t``, by `bounds` ``cu``; for a token in no sequence, the first or the last."""
     return (torch.searchsorted(cu, t, right=True) - 1).clamp(0, cu.shape[0] - 2)
 
 
@@ -82,7 +82,7 @@ def summed(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def of_tokens(x: Tensor, T: int, cu_seqlens: Tensor | None) -> Tensor:
-    """``[B, T, ...]``, for each of the tokens what ``x [N, ...]`` has for its sequence, and 0 where it is in none."""
+    """``[B, T, ...]``: for each token the row of ``x [N, ...]`` of its sequence, and 0 if it is in none."""
     if cu_seqlens is None:
         return x.unsqueeze(1).expand(-1, T, *[-1] * (x.ndim - 1))
     cu = bounds(cu_seqlens, T)
@@ -91,12 +91,12 @@ def of_tokens(x: Tensor, T: int, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def shifted(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """``x_{t-1}`` for every token of ``x [B, T, ...]``, and for the first of a sequence ``before [N, ...]``, or 0."""
+    """``x_{t-1}`` for every token of ``x [B, T, ...]``; ``before [N, ...]``, or 0, for the first."""
     T, first = x.shape[1], torch.zeros_like(x[:, :1])
     before = None if before is None else before.to(x.dtype)
     if cu_seqlens is None:
         return torch.cat([first if before is None else before.unsqueeze(1), x], 1)[:, :T]
-    # Chosen, and not written to their places: Inductor of PyTorch 2.13 reads such places before they are written.
+    # Gathered, not scattered: Inductor of PyTorch 2.13 reads scattered places before they are written.
     cu, t = bounds(cu_seqlens, T), torch.arange(T, device=x.device)
     n = sequence_of(t, cu)
     is_first = ((t == cu[n]) & (t < cu[n + 1])).view(-1, *[1] * (x.ndim - 2))
@@ -105,7 +105,7 @@ def shifted(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> Tens
 
 
 def last_token(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """``[N, ...]``, the last token of each sequence of ``x [B, T, ...]``; of one without tokens ``before``, or 0."""
+    """``[N, ...]``, the last token of each sequence of ``x [B, T, ...]``; without tokens ``before``, or 0."""
     if cu_seqlens is None:
         return x.select(1, -1).clone(memory_format=torch.contiguous_format)
     cu = bounds(cu_seqlens, x.shape[1])

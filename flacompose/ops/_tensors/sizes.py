@@ -1,4 +1,4 @@
-"""Conditions on sizes, which a graph may leave open, or which only the data know."""
+"""Conditions on sizes that a graph leaves open or that only the data know."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ MAX_HEAD_SIZE = 512  # of keys and of values
 
 
 def always_true(condition: bool | torch.SymBool) -> bool:
-    """Whether `condition` holds whatever its symbols stand for; asking adds no guard."""
-    # By identity, since to isinstance under torch.compile a condition on symbols is a bool as well.
+    """Whether `condition` holds for all values of its symbols; asking adds no guard."""
+    # By identity: under torch.compile a condition on symbols is a bool for isinstance, too.
     if condition is True or condition is False:
         return condition
-    if isinstance(condition, Tensor):  # as sizes are under torch.jit.trace, where none holds for good
+    if isinstance(condition, Tensor):  # as sizes are under torch.jit.trace, where no condition always holds
         return False
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
 
@@ -21,8 +21,8 @@ def always_true(condition: bool | torch.SymBool) -> bool:
 
 
 def is_known(size: int | torch.SymInt) -> bool:
-    """Whether `size` is one number, and not left open by a graph; asking adds no guard."""
-    if not torch.compiler.is_compiling():  # where a symbol is an int to isinstance
+    """Whether `size` is one number, not left open by a graph; asking adds no guard."""
+    if not torch.compiler.is_compiling():  # in a trace a symbol is an int for isinstance
         return isinstance(size, int)  # not a tensor, as sizes are under torch.jit.trace
     from torch.fx.experimental.symbolic_shapes import has_static_value  # slow to import
 
@@ -32,8 +32,8 @@ def is_known(size: int | torch.SymInt) -> bool:
 def violated(condition: bool | torch.SymBool) -> bool:
     """Whether `condition` on sizes is false.
 
-    On a size that a graph leaves open, the answer is that for the size at hand, which then guards the graph. Where only
-    the data know a size, the answer is no, and the graph asserts the condition when it runs.
+    For a size that a graph leaves open, the answer holds for the current size, which then guards the graph.
+    If only the data know a size, the answer is no, and the graph asserts the condition when it runs.
     """
     if condition is True or condition is False:
         return not condition

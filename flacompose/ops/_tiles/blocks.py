@@ -1,26 +1,26 @@
-"""What the Triton kernels of all families are made of, and the token-by-token kernel of all with matrix states."""
+"""Building blocks of the Triton kernels, and the token kernel of all recurrences with a matrix state."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# Its exponential is 0 in float32. So a sum of gates that includes it gives a weight of 0, as one with -inf does.
+# Its exponential is 0 in float32. So a sum of gates that includes it gives a weight of 0, like one with -inf.
 LOWEST_GATE = tl.constexpr(-128.0)
 LOWEST_RATE = tl.constexpr(-3.4028234663852886e38)  # the lowest number of float32
 FORGETS = tl.constexpr(-1e31)  # the bound of `forgets` in `_gates`
-SOFTPLUS_THRESHOLD = tl.constexpr(20.0)  # from which on PyTorch takes softplus for the identity
+SOFTPLUS_THRESHOLD = tl.constexpr(20.0)  # PyTorch's softplus is the identity above it
 
 
 @triton.jit
 def bounded(g):
-    """The gate `g`, at least `LOWEST_GATE`. A NaN stays NaN, where the hardware's maximum would take the bound."""
+    """The gate `g`, at least `LOWEST_GATE`. A NaN stays NaN, unlike in the hardware's maximum."""
     return tl.maximum(g, LOWEST_GATE, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def finite(A):
-    """Rates, with the lowest number for -inf, which times a time step of 0 would be NaN. A NaN stays NaN."""
+    """Rates with the lowest number in place of -inf, which times a step of 0 would be NaN."""
     return tl.maximum(A, LOWEST_RATE, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -33,7 +33,7 @@ def split_program(first, second):
 
 @triton.jit
 def in_float32(number):
-    """`number` in float32. It is float64 where Inductor launches."""
+    """`number` in float32. Inductor's launches pass float64."""
     return tl.cast(number, tl.float32)
 
 
@@ -41,8 +41,9 @@ def in_float32(number):
 def find_sequence(n, T, cu_seqlens, C: tl.constexpr):
     """The first token of sequence `n`, its end, and the row of its first chunk of `C` tokens.
 
-    Chunks are rows of memory, in the order of their sequences. Packed sequence `n` begins at row ``cu_seqlens[n] // C +
-    n``, which leaves room for all chunks of those before it, and at times a row more.
+    Chunks are rows of memory, in the order of their sequences. Packed sequence `n` begins at row
+    ``cu_seqlens[n] // C + n``, which leaves room for all chunks of the sequences before it, and sometimes one
+    row more.
     """
     if cu_seqlens is not None:
         start = tl.load(cu_seqlens + n)
@@ -57,7 +58,7 @@ def find_sequence(n, T, cu_seqlens, C: tl.constexpr):
 
 @triton.jit
 def sequence_of_chunk(row, T, N, cu_seqlens, C: tl.constexpr):
-    """The sequence whose chunk `row` is, or which begins at that row and has no tokens."""
+    """The sequence that has the chunk `row`, or that begins at this row without tokens."""
     if cu_seqlens is not None:
         # The last sequence that begins at this row or before is between `n` and `after`.
         n = tl.cast(0, tl.int64)
@@ -78,7 +79,7 @@ def find_chunk(row, T, N, cu_seqlens, C: tl.constexpr):
     n = sequence_of_chunk(row, T, N, cu_seqlens, C)
     first_token, end, first_row = find_sequence(n, T, cu_seqlens, C)
     start = first_token + (row - first_row) * C
-    # A row before the first sequence has none of its tokens.
+    # A row before the first sequence has no tokens.
     return start, tl.where(start < first_token, start, end)
 
 
@@ -92,7 +93,7 @@ def chunk_of_program(T, N, H, cu_seqlens, C: tl.constexpr):
 
 @triton.jit
 def tile_of_program(tiles, T, N, H, cu_seqlens, C: tl.constexpr):
-    """Which of the `tiles` of its chunk and head this program has, then what `chunk_of_program` returns."""
+    """This program's tile, of `tiles` per chunk and head, and the results of `chunk_of_program`."""
     tile, row, h = split_program(tiles, tl.num_programs(0) // (H * tiles))
     start, end = find_chunk(row, T, N, cu_seqlens, C)
     return tile, row, h, start, end
@@ -100,13 +101,13 @@ def tile_of_program(tiles, T, N, H, cu_seqlens, C: tl.constexpr):
 
 @triton.jit
 def size_of_chunk(start, end, C: tl.constexpr):
-    """How many tokens a chunk has. They are counted from its first, so that offsets need 32 bits and not 64."""
+    """The number of tokens of a chunk. Offsets from its first token need only 32 bits."""
     return tl.minimum(end - start, C).to(tl.int32)
 
 
 @triton.jit
 def numbers_of_tile(tile, B: tl.constexpr):
-    """The numbers of an axis that are in its tile `tile`, each of which has `B` of them."""
+    """The numbers of an axis in one of its tiles, which have `B` numbers each."""
     return tile.to(tl.int32) * B + tl.arange(0, B)
 
 
@@ -120,10 +121,10 @@ def find_segment(segment, SEGMENTS, chunks):
 
 @triton.jit
 def is_idle(segment, SEGMENTS, ends, STORES: tl.constexpr):
-    """Whether the program of a segment has nothing to do.
+    """Whether the program of a segment has no work.
 
-    A sweep for the `ends` of segments is not made for the last of them. One that `STORES` something of each token or
-    chunk is made for all, and any other for the last alone.
+    A pass for the `ends` of segments leaves out the last one. A pass that `STORES` results of tokens or
+    chunks processes all segments, and any other pass only the last.
     """
     if ends is not None:
         idle = segment == SEGMENTS - 1
@@ -138,8 +139,8 @@ def is_idle(segment, SEGMENTS, ends, STORES: tl.constexpr):
 def chunks_of_segment(n, segment, SEGMENTS, T, cu_seqlens, C: tl.constexpr, FROM_LAST: tl.constexpr = False):
     """The first token of sequence `n`, its end, the row of its first chunk, its number of chunks, and a segment's.
 
-    The latter are the first chunk of the segment and the one after its last, counted from the first of the sequence.
-    Segments are counted from the first in time, or `FROM_LAST`.
+    The last two are the first chunk of the segment and the one after its last, counted from the first of the
+    sequence. Segments are counted from the first in time, or `FROM_LAST`.
     """
     start, end, row = find_sequence(n, T, cu_seqlens, C)
     segment = SEGMENTS - 1 - segment if FROM_LAST else segment
@@ -169,7 +170,7 @@ def load_numbers(x, first, token, end, H):
 
 @triton.jit
 def of_channels(x, j, left, d, in_d, D, other: tl.constexpr = 0.0):
-    """``x [tokens, D]`` of the token `j`, and `other` where there is no channel or, with `left` tokens, no token."""
+    """``x [tokens, D]`` of the token `j`; `other` for absent channels, and for tokens from `left` on."""
     return tl.load(x + j * D + d, mask=in_d & (j < left), other=other)
 
 
@@ -177,7 +178,7 @@ def of_channels(x, j, left, d, in_d, D, other: tl.constexpr = 0.0):
 def tile_of_channels(
     x, token, hi, d, in_d, D: tl.constexpr, TOKENS: tl.constexpr, REVERSE: tl.constexpr, other: tl.constexpr = 0.0
 ):  # fmt: skip
-    """``x [tokens, D]`` of each token of a tile in the order of the sweep, `other` from `hi` on."""
+    """``x [tokens, D]`` of each token of a tile, in the order of the scan; `other` from `hi` on."""
     left = tl.minimum(hi - token, TOKENS).to(tl.int32)
     tokens = ()
     for i in tl.static_range(TOKENS):
@@ -202,7 +203,7 @@ def dot(a, b, DOT: tl.constexpr):
 def _parts(x):
     """Two bfloat16 numbers whose sum is float32 `x` to 16 bits.
 
-    The first is cut off rather than rounded, which takes fewer instructions, and slow ones least.
+    The first is truncated rather than rounded, which takes fewer and faster instructions.
     """
     high = (x.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
     return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
@@ -232,13 +233,13 @@ def dot_split(a, b, DOT: tl.constexpr, acc=None):
 
 @triton.jit
 def fine_dot(a, b, DOT: tl.constexpr, acc=None):
-    """``acc + a @ b`` for float32 factors in two parts: where few pairs count, errors do not average out."""
+    """``acc + a @ b`` for float32 factors in two parts: errors of few pairs do not average out."""
     return dot_of_parts(a, in_parts(b, DOT), DOT, acc)
 
 
 @triton.jit
 def in_parts(x, DOT: tl.constexpr):
-    """The right factor of `dot_of_parts`, which waits in shared memory rather than in registers."""
+    """The right factor of `dot_of_parts`, which stays in shared memory rather than in registers."""
     if DOT == tl.float32:
         parts = x, x
     else:
@@ -271,13 +272,13 @@ def dot_in_parts(a, b, DOT: tl.constexpr, acc=None):
 
 @triton.jit
 def expm1_near_0(g):
-    """``exp(g) - 1``, right to float32 from -0.1 to 0."""
+    """``exp(g) - 1``, exact to float32 from -0.1 to 0."""
     return g * (1 + g * (1 / 2 + g * (1 / 6 + g * (1 / 24 + g * (1 / 120)))))
 
 
 @triton.jit
 def decayed(h, g):
-    """``exp(g) * h``, without an ``exp(g)`` near 1, whose rounding adds up over tokens where gates are constant."""
+    """``exp(g) * h`` without an ``exp(g)`` near 1, whose rounding errors add up over tokens."""
     g = g.to(tl.float32)
     nearly_all = tl.where(tl.abs(h) == float("inf"), h, h + h * expm1_near_0(g))  # inf - inf would be NaN
     return tl.where(g > -0.1, nearly_all, h * tl.exp(g))
@@ -285,18 +286,18 @@ def decayed(h, g):
 
 @triton.jit
 def softplus(x):
-    """``log(1 + e^x)``, precise where ``e^x`` is lost in the sum: the logarithm is divided by what has rounded it."""
+    """``log(1 + e^x)``, precise where ``1 + e^x`` rounds: the logarithm is corrected by the rounded sum."""
     e = tl.exp(tl.minimum(x, SOFTPLUS_THRESHOLD))
     u = 1.0 + e
     log = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
-    return tl.where(x <= SOFTPLUS_THRESHOLD, log, x)  # NaN if x is, which the minimum above drops
+    return tl.where(x <= SOFTPLUS_THRESHOLD, log, x)  # NaN if x is NaN, which the minimum above drops
 
 
 @triton.jit
 def state_number(left, count, stride):
-    """Which of `count` stored states is the one after a token that `left` tokens follow: from 0, or -1 if it is none.
+    """The number of the stored state after a token that `left` tokens follow; -1 if there is none.
 
-    The last is the state after the last token, and each of the others is the one `stride` tokens before the next.
+    The last is the state after the last token. Each of the others is `stride` tokens before the next.
     """
     number = count - 1 - left // stride
     return tl.where(left % stride == 0, tl.maximum(number, -1), -1)
@@ -304,19 +305,19 @@ def state_number(left, count, stride):
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "HG", "scale"])
 def matrix_token_kernel(
-    # One kernel computes all families with a matrix state, because a token of any is read and written in a few lines.
-    # So it has more than 25 parameters: each gate and vector of any of them.
-    q,  # [tokens, H, K], from token to token it is q_token elements
+    # One kernel computes all recurrences with a matrix state, because one token of each takes a few lines. So
+    # it has more than 25 parameters: all gates and vectors of all recurrences.
+    q,  # [tokens, H, K]; q_token elements separate its tokens
     k,  # [tokens, H, K], likewise
     v,  # [tokens, HV, V], likewise
-    beta,  # [tokens, HV], how strongly a token is written; with the delta rule, how much of the old value is replaced
+    beta,  # [tokens, HV], the strength of writes; with the delta rule, the replaced part of the value
     g,  # [tokens, HV]
     gamma,  # [HV], added to `g` at every token
     gk,  # [tokens, HG, K]
     gv,  # [tokens, HV, V]
     u,  # [H, K]
-    a,  # [tokens, H, K], what reads that which `b` writes, or the delta rule replaces; there the key if it is None
-    b,  # [tokens, H, K], writes what `a` reads
+    a,  # [tokens, H, K], reads the value that `b` writes or the delta rule replaces; `k` if None
+    b,  # [tokens, H, K], writes the read of `a`
     initial,  # [N, HV, K, V]
     o,  # [tokens, HV, V]
     final,  # [N, HV, K, V], or [N, count, HV, K, V]
@@ -324,7 +325,7 @@ def matrix_token_kernel(
     T,
     N,
     scale,
-    norm_eps,  # added to the squared norms that queries and keys are divided by; None if they are not
+    norm_eps,  # added to the squared norms that divide queries and keys; None without division
     H,
     HV,
     HG,
@@ -333,7 +334,7 @@ def matrix_token_kernel(
     q_token,
     k_token,
     v_token,
-    count,  # how many states are stored, those that `state_number` says; None for the final one alone
+    count,  # the number of stored states, see `state_number`; None for the final one alone
     stride,
     BK: tl.constexpr,
     BV: tl.constexpr,
@@ -341,7 +342,7 @@ def matrix_token_kernel(
     READ_BEFORE: tl.constexpr,
     SOFTMAX: tl.constexpr,
 ):
-    """The recurrence as it is written, one program per sequence, head and block of the value axis."""
+    """The recurrence token by token, one program per sequence, head and block of the value axis."""
     scale = in_float32(scale)
     tile, hv, n = split_program(tl.cdiv(V, BV), HV)
     nh = n * HV + hv
@@ -380,7 +381,8 @@ def matrix_token_kernel(
         v_ = tl.load(v + token * v_token + hv * V + dv, mask=in_v, other=0.0).to(tl.float32)
         if u is not None:
             o_ = tl.sum(S * q_[:, None], 0) + tl.sum(q_ * u_ * k_, 0) * v_
-        # 3. The state decays. What `a` reads of it, before or after that, `b` writes back or the delta rule replaces.
+        # 3. The state decays. `a` reads it, before or after that, and `b` writes the read or the delta rule
+        # replaces it.
         if READ_BEFORE and (b is not None or DELTA_RULE):
             a_ = k_
             if a is not None:
@@ -403,7 +405,7 @@ def matrix_token_kernel(
                 read = tl.sum(S * a_[:, None], 0)
             b_ = tl.load(b + (token * H + h) * K + dk, mask=in_k, other=0.0).to(tl.float32)
             S += b_[:, None] * read[None, :]
-        # 4. The token is written, by the delta rule in the place of what its key, or `a`, reads.
+        # 4. The write of the token. The delta rule first subtracts the read of its key, or of `a`.
         if DELTA_RULE:
             if not READ_BEFORE:
                 a_ = k_
@@ -414,7 +416,7 @@ def matrix_token_kernel(
         if beta is not None:
             v_ *= tl.load(beta + token * HV + hv).to(tl.float32)
         S += k_[:, None] * v_[None, :]
-        # 5. Without a bonus, the query reads the new state. What is wanted is stored.
+        # 5. Without a bonus, the query reads the new state. The results are stored.
         if u is None:
             o_ = tl.sum(S * q_[:, None], 0)
         tl.store(o + at_v, o_.to(o.dtype.element_ty), mask=in_v)
@@ -426,7 +428,7 @@ def matrix_token_kernel(
     if count is None:
         tl.store(final + at_state, S, mask=in_state)
     if cu_seqlens is not None:
-        # The programs share out the tokens before the first sequence and after the last, whose output is 0.
+        # The programs share the tokens before the first sequence and after the last, whose output is 0.
         before = tl.load(cu_seqlens)
         last = tl.load(cu_seqlens + N)
         for i in range(n, before + T - last, N):

@@ -1,4 +1,4 @@
-"""What kernels for Hopper are made of, which are written in Gluon: there a program says where its operands lie."""
+"""Building blocks of the Gluon kernels for Hopper. In Gluon a program chooses where its operands are."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flacompose.ops._tiles import blocks
 
 tile_of_program = gluon.jit(blocks.tile_of_program.fn)
-# Functions that have other names in Triton 3.6, or in all versions before 3.9.
+# Functions with other names in Triton 3.6, or in all versions before 3.9.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 newest = hasattr(async_copy, "async_load")
 async_load = async_copy.async_load if newest else async_copy.async_copy_global_to_shared
 memory = gl.shared_memory_descriptor
-# Since Triton 3.8 the result is as large as what is reinterpreted. Where less is needed, take the first of several.
+# Since Triton 3.8 the result must be as large as the reinterpreted memory. Where less is needed, callers take
+# the first of several.
 reinterpret = memory.reinterpret if hasattr(memory, "reinterpret") else memory._reinterpret
 
 
 @gluon.constexpr_function
 def rows_of(width, warps):
-    """How the threads of `warps` share out rows of `width` numbers of 16 bits: each has 16 bytes of a row."""
+    """The layout of rows of `width` 16-bit numbers in `warps`: each thread has 16 bytes of a row."""
     return gl.BlockedLayout([1, 8], [256 // width, width // 8], [warps, 1], [1, 0])
 
 
 @gluon.jit
 def _rows(count: gl.constexpr, size, layout: gl.constexpr):
-    """The numbers of the rows of a tile, ``[count, 1]``, of which the first `size` are copied or stored.
+    """The numbers of the rows of a tile, ``[count, 1]``; rows before `size` are copied or stored.
 
-    The second summand is 0, but the compiler does not know it. Otherwise it would keep the offsets of all rows in
-    registers where a kernel copies or stores tiles in a loop.
+    The second summand is 0, but the compiler does not know it. Otherwise it would keep the offsets of all
+    rows in registers where a kernel copies or stores tiles in a loop.
     """
     return gl.arange(0, count, gl.SliceLayout(1, layout))[:, None] + (size >> 31)
 
 
 @gluon.jit
 def copy(to, x, stride, size):
-    """Ask for the rows of `x`, `stride` elements apart, in the shared memory `to`: zeros from row `size` on."""
+    """Begin to copy the rows of `x`, `stride` elements apart, to `to`: zeros from row `size` on."""
     layout: gl.constexpr = rows_of(to.shape[1], gl.num_warps())
     i = _rows(to.shape[0], size, layout)
     d = gl.arange(0, to.shape[1], gl.SliceLayout(0, layout))[None, :]
@@ -50,21 +51,21 @@ def copy(to, x, stride, size):
 
 @gluon.jit
 def make_visible():
-    """Let products read what this program has stored in shared memory."""
+    """Make the program's stores to shared memory visible to products."""
     fence_async_shared()
     barrier()
 
 
 @gluon.jit
 def arrived(later: gl.constexpr):
-    """Wait for what was asked for, but the last `later` groups. Products may read it then."""
+    """Wait for all but the last `later` groups of copies. Products may read them then."""
     async_copy.wait_group(later)
     make_visible()
 
 
 @gluon.jit
 def store(x, value, stride, size, ADDS: gl.constexpr = False):
-    """Store the rows of `value` before `size`, `stride` elements apart, or with `ADDS` their sum with what is there."""
+    """Store the rows of `value` before `size`, `stride` elements apart, or with `ADDS` add them."""
     layout: gl.constexpr = rows_of(value.shape[1], gl.num_warps())
     i = _rows(value.shape[0], size, layout)
     d = gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))[None, :]
@@ -80,9 +81,9 @@ def store(x, value, stride, size, ADDS: gl.constexpr = False):
 def product(x, y):
     """``x * y``, rounded to float32 before anything else is computed from it.
 
-    `parts` subtracts from a product next, and the compiler may join both into one operation, which rounds once. It did
-    so in one of two kernels whose results have to have the same bits. A product to which 0 is added cannot be joined.
-    Where the compiler joins alike in both kernels, a plain product is kept.
+    `parts` subtracts from a product next, and the compiler may fuse both into one operation, which rounds
+    once. It did so in only one of two kernels whose results must have the same bits. A product to which 0 is
+    added cannot be fused. Where the compiler fuses alike in both kernels, a plain product is kept.
     """
     return gl.fma(x, y, 0.0)
 
@@ -116,16 +117,16 @@ def store_parts(to, x, PARTS: gl.constexpr = 2, first=0):
 
 @gluon.jit
 def sum_of_parts(x_s, L: gl.constexpr):
-    """The number that products take, in float32."""
+    """The number that is stored in two parts, in float32."""
     return x_s.index(0).load(L).to(gl.float32) + x_s.index(1).load(L).to(gl.float32)
 
 
 @gluon.jit
 def store_three_parts(to, third, x):
-    """Store float32 `x` as three bfloat16 numbers whose sum it is: two where `store_parts` has its two, and a `third`.
+    """Store float32 `x` as three bfloat16 numbers: the two of `store_parts`, and a `third`.
 
-    The second is cut too, so that the third can hold all the rest, unless `x` is below 2^-110. `make_visible` has to
-    follow.
+    The second is truncated too, so that the third can hold the whole rest, unless `x` is below 2^-110.
+    `make_visible` has to follow.
     """
     high = _cut(x)
     low = _cut(x - high)
@@ -136,7 +137,7 @@ def store_three_parts(to, third, x):
 
 @gluon.jit
 def selected(choice, x_s, zeros, PARTS: gl.constexpr, rest_s=None):
-    """``choice @ x`` for a matrix of 0, 1 and -1, and the larger, both or with `rest_s` all three parts of `x`."""
+    """``choice @ x`` for a matrix of 0, 1 and -1; `x_s` has `PARTS` parts, `rest_s` a third."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, choice.type.layout, 2)
     choice = gl.convert_layout(choice.to(gl.bfloat16), LEFT)
     out = zeros

@@ -1,4 +1,4 @@
-"""The Triton kernel that joins the segments of a sequence, for all states whose numbers decay each by itself."""
+"""The Triton kernel that joins the transitions of segments, for states whose numbers decay independently."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from flacompose.ops._tiles.blocks import decayed, finite, split_program
 
 @triton.jit(do_not_specialize=["N", "H", "SEGMENTS"])
 def decay_join_kernel(
-    states,  # [SEGMENTS, N, H, K, V]: the state that each segment reaches from zero, and then the one before it
-    g,  # [SEGMENTS, N, H]: its summed gates
+    states,  # [SEGMENTS, N, H, K, V]: in, the end of each segment from zero; out, the state before it
+    g,  # [SEGMENTS, N, H], the sums of its gates
     gk,  # [SEGMENTS, N, H, K]
     gv,  # [SEGMENTS, N, H, V]
-    rates,  # [K, V], by which gates are multiplied
+    rates,  # [K, V], factors of the gates
     initial,  # [N, H, K, V]
     N,
     H,
@@ -45,5 +45,6 @@ def decay_join_kernel(
             gate += tl.load(gv + row * V + i % V, mask=in_state, other=0.0)
         if rates is not None:
             gate *= rate
-        # A segment without tokens leaves the state as it is, to the bit, also what is not finite.
+        # A segment without tokens leaves every bit of the state as it is, also in numbers that are not
+        # finite.
         S = tl.where((gate == 0.0) & (end == 0.0), S, decayed(S, gate) + end)

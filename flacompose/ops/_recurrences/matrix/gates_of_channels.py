@@ -1,8 +1,9 @@
-"""Gates of channels in a chunk, as the kernels take them: their local sums, and whether they are mild.
+"""Gates of channels in a chunk: their local sums, and the test of whether their decays are factorisable.
 
-A level of blocks is a mask of pairs of tokens, and local sums of gates are products with a 0/1 matrix. Where the gates
-of a chunk are mild, the levels are not needed: one product referred to the chunk's middle holds all pairs, and half of
-its exponents may be positive (`MILD_BOUND` bounds them).
+A level of blocks is a mask of pairs of tokens, and local sums of gates are products with a 0/1 matrix. The
+gates of a chunk are factorisable ("mild") if the decay between any two tokens is a product of two factors
+about the chunk's middle that float32 can hold, though half of their exponents may be positive (`MILD_BOUND`
+bounds them). One product then contains all pairs, without levels.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import triton.language as tl
 from flacompose.ops._tiles.blocks import bounded, fine_dot, load_tile
 
 C = tl.constexpr(64)  # tokens of a chunk
-LEVELS = tl.constexpr(6)  # of blocks in a chunk
+LEVELS = tl.constexpr(6)  # levels of blocks in a chunk
 BLOCK = tl.constexpr(16)  # tokens of a block whose pairs one product may hold
-BLOCK_LEVELS = tl.constexpr(4)  # of smaller blocks in it
-# Leaves float32 room for products of queries, keys, values and their gradients from 1e-18 to 1e18.
+BLOCK_LEVELS = tl.constexpr(4)  # levels of smaller blocks in it
+# Leaves room in float32 for products of queries, keys, values and their gradients from 1e-18 to 1e18.
 MILD_BOUND = tl.constexpr(45.0)
 LEAST_KEPT = tl.constexpr(0.05)  # about exp(-3)
 
@@ -42,7 +43,7 @@ def select(choice, x, DOT: tl.constexpr):
 
 @triton.jit
 def tf32_rounded(x, DOT: tl.constexpr):
-    """`x`, rounded to the 11 bits that a TF32 product keeps, as the hardware would cut the others off."""
+    """`x`, rounded to the 11 bits that a TF32 product keeps; the hardware would truncate it."""
     if DOT == tl.float32:
         out = x
     else:
@@ -53,7 +54,7 @@ def tf32_rounded(x, DOT: tl.constexpr):
 
 @triton.jit
 def rounded_dot(a, b, DOT: tl.constexpr):
-    """``a @ b`` for float32 factors, as `tf32_rounded` gives them."""
+    """``a @ b`` for float32 factors from `tf32_rounded`."""
     return tl.dot(a, b, input_precision="tf32x3" if DOT == tl.float32 else "tf32")
 
 
@@ -68,7 +69,7 @@ def reads_gate(t, j, READ_BEFORE: tl.constexpr):
 @triton.jit
 def in_local_sum(t, j, level, READ_BEFORE: tl.constexpr):
     """Whether gate `j` is in the local sum of token `t`: from its block's start if odd, to its block's end if even."""
-    # Every term depends on `level`: the compiler would keep in registers, across the levels, what does not.
+    # Every term depends on `level`: otherwise the compiler would keep it in registers across the levels.
     in_t = t & ((1 << level) - 1)
     in_j = j & ((1 << level) - 1)
     odd = ((t >> level) & 1) == 1
@@ -91,7 +92,7 @@ def from_middle(t, j):
 
 @triton.jit
 def from_block_middle(t, j):
-    """As `from_middle`, with the middle of a token's block of 16 in place of the chunk's."""
+    """`from_middle`, with the middle of a token's block of 16 in place of the chunk's."""
     late = t % BLOCK >= BLOCK // 2
     inside = t // (BLOCK // 2) == j // (BLOCK // 2)
     return tl.where(inside & (late == (t >= j)), tl.where(late, 1.0, -1.0), 0.0)
@@ -109,35 +110,37 @@ def middle_sums(g, t, s, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
     write = select(from_middle(t, s), g, DOT)
     read = write
     if READ_BEFORE:
-        # A read stops before the token's gate. This difference of sums is used where both are below `MILD_BOUND`.
+        # A read stops before the token's gate. The difference is used only where both sums are below
+        # `MILD_BOUND`.
         read = write - g.to(tl.float32)
     return write, read
 
 
 @triton.jit
 def size_of_sums(write, read):
-    """The size of the sums of gates: all are below `MILD_BOUND` where gates are mild."""
+    """The size of the sums of gates. Gates are factorisable if all sizes are below `MILD_BOUND`."""
     return tl.maximum(tl.abs(write), tl.abs(read))
 
 
 @triton.jit
 def size_of_gate(g, DOT: tl.constexpr):
-    """A multiple of each gate, to be below `MILD_BOUND` too where the gradient of the gates is wanted.
+    """A multiple of each gate, which must be below `MILD_BOUND` too if the gradient of the gates is wanted.
 
-    If a gate weakens what it decays to less than exp(-4), or exp(-8) where products are rounded to bfloat16, its
-    gradient would drown in the rounding of the pairs it does not decay.
+    If a gate decays something to less than exp(-4), or exp(-8) where products are rounded to bfloat16, its
+    gradient would drown in the rounding errors of the pairs that it does not decay.
     """
     return tl.abs(g.to(tl.float32)) * (MILD_BOUND / (4.0 if DOT == tl.float32 else 8.0))
 
 
 @triton.jit
 def lets_through(g, inside):
-    """Whether the gates of a tile are mild for their gradient in bfloat16, though not each by `size_of_gate`.
+    """Whether gates are factorisable for their gradient in bfloat16 in spite of `size_of_gate`.
 
-    The error of a gate's gradient is measured beside the gradients of all gates. A single gate may
-    therefore be as strong as the sums allow, if of each token over the channels, and of each channel over the tokens,
-    `LEAST_KEPT` is kept on average. Else a token that resets all channels, or a channel that keeps nothing, could leave
-    no larger gradient beside its own. `inside` tells gates from padding.
+    The error of a gate's gradient is measured relative to the gradients of all gates. A single gate may
+    therefore be as strong as the sums allow if the decays have a mean of at least `LEAST_KEPT`, for each
+    token over the channels and for each channel over the tokens. Otherwise a token that resets all channels,
+    or a channel that keeps nothing, might have no larger gradient beside its own. `inside` distinguishes
+    gates from padding.
     """
     spare = tl.where(inside, tl.exp(g.to(tl.float32)) - LEAST_KEPT, 0.0)
     least = tl.minimum(tl.min(tl.sum(spare, 1)), tl.min(tl.sum(spare, 0)))
@@ -157,7 +160,7 @@ def exact_pairs(a, b, g, t, s, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def mild_for_gradient(g, token, end, h, H, D, BD: tl.constexpr, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
-    """Whether the gates ``g [tokens, H, D]`` of a chunk are mild by their sums, and by what they let through."""
+    """Whether a chunk's gates ``g [tokens, H, D]`` are factorisable by sums and by `lets_through`."""
     i = tl.arange(0, C)
     is_mild = True
     for first in tl.range(0, D, BD, num_stages=1):

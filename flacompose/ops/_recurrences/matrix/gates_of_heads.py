@@ -1,7 +1,7 @@
-"""Triton kernels for gates of heads: their running sums within chunks, and their gradient from that of all sums.
+"""Triton kernels for gates of heads: running sums within chunks, and gradients from those of sums.
 
-Every weight in a recurrence is the exponential of a sum of gates, which is a difference of two running sums. The
-gradient of a gate adds up the gradients of all sums that contain the gate.
+Every weight in a recurrence is the exponential of a sum of gates, which is a difference of two running sums.
+The gradient of a gate is the sum of the gradients of all sums that contain the gate.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from flacompose.ops._tiles.blocks import bounded, find_chunk, in_float32
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-# `d_sums` holds gradients of sums of gates, one for each token in each of its parts, which are of five kinds in this
-# order. For the gates of the token's block: the sums that end at the token (ENDING), those that begin after it and end
-# in its block (BEGINNING), and those that begin after it and end beyond its block (LEAVING). Where a chunk has two
-# blocks, also for the gates of the other block (ACROSS): the sums that contain all of these, which go from the chunk's
-# start to a token of the second block, or from a token of the first block to the chunk's end. And for the gates of the
-# token's block, if they are not among ENDING and LEAVING, the sums between tokens of both blocks (BETWEEN).
+# The kinds of sums of gates whose gradients `d_sums` holds, one number per token in each part. For the gates
+# of the token's block: sums that end at the token (ENDING), that begin after it and end in its block
+# (BEGINNING), and that begin after it and end beyond its block (LEAVING). If a chunk has two blocks, for the
+# gates of the other block: sums that contain all of these gates, from the chunk's start to a token of the
+# second block, or from a token of the first block to the chunk's end (ACROSS). And for the gates of the
+# token's block: sums between tokens of both blocks (BETWEEN), if ENDING and LEAVING do not include them.
 ENDING = tl.constexpr(0)
 BEGINNING = tl.constexpr(1)
 LEAVING = tl.constexpr(2)
@@ -28,7 +28,7 @@ BETWEEN = tl.constexpr(4)
 
 @triton.jit
 def store_sums(g, sums, rest, at, mask):
-    """The running sums of ``g [C, heads]`` as base-2 logarithms, in two parts where there is `rest`."""
+    """The running sums of ``g [C, heads]`` as base-2 logarithms, in two parts if `rest` is given."""
     g *= LOG2_E
     if rest is not None:
         high = tl.floor(g * 512.0) / 512.0
@@ -52,8 +52,9 @@ def head_gate_sum_kernel(
 ):
     """The running sums of gates within each chunk, as base-2 logarithms.
 
-    With `rest`, in two parts: multiples of 2^-9, which add and subtract exactly, and the small rest. A difference of
-    sums is then as accurate as the sum of the gates between, however strong those before were.
+    With `rest`, in two parts: multiples of 2^-9, which add and subtract exactly, and the small rest. A
+    difference of sums is then as accurate as the sum of the gates between, however strong the earlier gates
+    were.
     """
     row = tl.program_id(0).to(tl.int64)
     start, end = find_chunk(row, T, N, cu_seqlens, C)
@@ -73,10 +74,10 @@ def head_gate_sum_kernel(
 
 @triton.jit(do_not_specialize=["T", "N", "H", "scale"])
 def head_gate_gradient_kernel(
-    d_sums,  # [chunks, PARTS, H, C], the gradients of sums of gates, of which each kind is added up
-    d_total,  # [chunks, H, D]: of the sum over the chunk, to be added up
+    d_sums,  # [chunks, PARTS, H, C], gradients of sums of gates; the parts of a kind are added up
+    d_total,  # [chunks, H, D], gradients of the sum over the chunk, to be added up
     dg,  # [tokens, H]
-    d_beta,  # [chunks, BETAS, H, C]: of how strongly tokens are written, to be added up
+    d_beta,  # [chunks, BETAS, H, C], parts of the gradient of beta, to be added up
     dbeta,  # [tokens, H]
     cu_seqlens,
     T,
@@ -95,14 +96,15 @@ def head_gate_gradient_kernel(
     BETAS: tl.constexpr,
     SHARED: tl.constexpr,
 ):
-    """The gradient of every gate from those of the sums that contain it.
+    """The gradient of every gate from the gradients of the sums that contain it.
 
-    A program has a block of `BC` tokens of a chunk of `C`, which is one block or two. Only sums that begin in a block
-    and end in it are subtracted from others: a difference of sums of which one is far larger would lose the other.
+    A program has a block of `BC` tokens of a chunk of `C`, which has one block or two. Only sums within one
+    block are subtracted from others: in a difference of sums, the digits of one are lost if the other is far
+    larger.
 
-    Of the parts of `d_sums`, the first `ENDINGS` are of the kind `ENDING`, the next `BEGINNINGS` of `BEGINNING`, the
-    next `LEAVINGS` of `LEAVING`, and the others of `ACROSS`. With `SHARED` these are of `BETWEEN`, and the second half
-    of `ENDING`, and `LEAVING`, are `ACROSS` too.
+    Of the parts of `d_sums`, the first `ENDINGS` are of the kind `ENDING`, the next `BEGINNINGS` of
+    `BEGINNING`, the next `LEAVINGS` of `LEAVING`, and the others of `ACROSS`. With `SHARED` the others are of
+    `BETWEEN`, and the second half of `ENDING`, and `LEAVING`, are `ACROSS` too.
     """
     BLOCKS: tl.constexpr = C // BC
     row = tl.program_id(0).to(tl.int64) // BLOCKS
@@ -112,7 +114,7 @@ def head_gate_gradient_kernel(
     token = start + t
     h = tl.program_id(1) * BH + tl.arange(0, BH)
     in_h = (h < H)[None, :]
-    # Backwards the state is kept without `scale`, as `sweep_kernel` says.
+    # Backwards the state is stored without `scale`: see `sweep_kernel`.
     scale = in_float32(scale)
     unit = tl.where(scale == 0.0, 1.0, scale)
     # 1. The gradients of the sums that contain the gate, by their kinds.
@@ -126,10 +128,11 @@ def head_gate_gradient_kernel(
         elif part < ENDINGS + BEGINNINGS:
             from_here -= tl.load(d_sums + at_sums, mask=in_h, other=0.0)
         elif part < ENDINGS + BEGINNINGS + LEAVINGS:
-            # What the token before has stored: these sums begin after a token.
+            # The number of the token before: these sums begin after a token.
             before += tl.load(d_sums + at_sums - 1, mask=in_h & (t > block * BC)[:, None], other=0.0)
         else:
-            # Gates of the first block are in sums that end at outputs, those of the second in sums to the state after.
+            # Gates of the first block are in sums that end at outputs, gates of the second block in sums to
+            # the next state.
             other_t = (1 - block) * BC + tl.arange(0, BC)
             across_part = part
             if SHARED:
@@ -138,7 +141,7 @@ def head_gate_gradient_kernel(
             across = tl.sum(tl.load(d_sums + at_other, mask=in_h, other=0.0), 0)
             d_total_ += across * tl.where(block == 0, scale, unit)
             if SHARED:
-                # The sums between tokens of both end at one of the second block, and begin after one of the first.
+                # Sums between blocks end at a token of the second block, and begin after one of the first.
                 begin = 1 - block
                 between = tl.load(d_sums + at_sums - begin, mask=in_h & (t >= begin)[:, None], other=0.0)
                 from_here += tl.where(block == 1, between, 0.0)
@@ -149,12 +152,12 @@ def head_gate_gradient_kernel(
         in_total = (h < H)[:, None] & (d < D)[None, :]
         d_total_ += tl.sum(tl.load(d_total + at_total, mask=in_total, other=0.0), 1) * unit
 
-    # 2. The gate's gradient is what they add up to.
+    # 2. The gate's gradient, the sum of these.
     out = tl.cumsum(from_here, 0, reverse=True) * scale + tl.cumsum(before, 0) * unit + d_total_[None, :]
     mask = (token < end)[:, None] & in_h
     tl.store(dg + token[:, None] * H + h[None, :], out.to(dg.dtype.element_ty), mask=mask)
 
-    # 3. The gradient of how strongly the token is written.
+    # 3. The gradient of `beta`.
     if dbeta is not None:
         written = tl.zeros([BC, BH], dtype=tl.float32)
         for part in tl.static_range(BETAS):
@@ -165,14 +168,14 @@ def head_gate_gradient_kernel(
         )
 
 
-# These are differences of running sums in base 2. For float32 inputs `rest` is what rounding took from `sums`. For
-# bfloat16 there is none: 64 gates of at most 128 reach 11,819, whose last digit is 2^-10, so that a weight which is not
-# 0 is wrong by at most 2^-10 of itself, where bfloat16 rounds to 2^-9.
+# The exponents below are differences of running sums in base 2. For float32 inputs `rest` is the rounding
+# error of `sums`. For bfloat16 it is absent: 64 gates of at most 128 sum to at most 11,819, whose last digit
+# is 2^-10, so a weight other than 0 has a relative error of at most 2^-10, where bfloat16 rounds to 2^-9.
 
 
 @triton.jit
 def decayed_rows(sums, rest, C: tl.constexpr):
-    """The decays ``[C]`` from a chunk's start to its tokens, and from these to its end, and the decay of the chunk."""
+    """The decays ``[C]`` from a chunk's start to its tokens, from these to its end, and of the chunk."""
     sum_i = tl.load(sums + tl.arange(0, C))
     total = tl.load(sums + C - 1)
     to_end = total - sum_i
@@ -187,7 +190,7 @@ def decayed_rows(sums, rest, C: tl.constexpr):
 
 @triton.jit
 def decays_of_reads(sums, rest, from_start, BEFORE: tl.constexpr, C: tl.constexpr):
-    """The decays ``[C]`` from a chunk's start to what its tokens read: `from_start`, or those `BEFORE` their gates."""
+    """The decays ``[C]`` from a chunk's start to reads: `from_start`, or `BEFORE` their gates."""
     if BEFORE:
         i = tl.arange(0, C)
         until = sums_before(sums, i)
@@ -199,16 +202,15 @@ def decays_of_reads(sums, rest, from_start, BEFORE: tl.constexpr, C: tl.constexp
 
 @triton.jit
 def sums_before(sums, i):
-    """The sums of gates before those of tokens `i`: up to the token before each, and 0 for the first of the chunk."""
+    """The sums of gates up to the token before each of the tokens `i`; 0 for the first of the chunk."""
     return tl.load(sums + i - 1, mask=i > 0, other=0.0)
 
 
 @triton.jit
 def decayed_pairs_before(sums, rest, C: tl.constexpr, READS: tl.constexpr):
-    """The decays ``[C, C]`` from tokens that write to later ones, of which each reads before its own gate.
+    """The decays ``[C, C]`` from writing tokens to later ones, each of which reads before its own gate.
 
-    The tokens that read are along the axis `READS`. Tokens that do not write before they are read have a number that is
-    1 at most.
+    The reading tokens are along the axis `READS`. Pairs out of order have a number of at most 1.
     """
     WRITES: tl.constexpr = 1 - READS
     i = tl.arange(0, C)
@@ -220,7 +222,7 @@ def decayed_pairs_before(sums, rest, C: tl.constexpr, READS: tl.constexpr):
 
 @triton.jit
 def decayed_pairs(sums, rest, C: tl.constexpr):
-    """The decays ``[C, C]`` between tokens, whichever is the later one."""
+    """The decays ``[C, C]`` between tokens, in either order."""
     sum_i = tl.load(sums + tl.arange(0, C))
     between = sum_i[:, None] - sum_i[None, :]
     if rest is not None:

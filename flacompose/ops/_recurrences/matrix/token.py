@@ -1,4 +1,4 @@
-"""One token of every recurrence with a matrix state, in PyTorch: what `recurrent_kernel` does for each token."""
+"""One token of every recurrence with a matrix state, in PyTorch: one step of `recurrent_kernel`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def token(
     softmax: bool = False,
     full_precision: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``(o [B, 1, HV, V], final_state [B, HV, K, V])``, of the arguments of `_launch.recurrent`."""
+    """``(o [B, 1, HV, V], final_state [B, HV, K, V])``, for the arguments of `_launch.recurrent`."""
     dtype = state_dtype(q.dtype)
     o_dtype = dtype if full_precision else v.dtype
     if softmax:
@@ -38,7 +38,7 @@ def token(
     if groups > 1:
         q, k, a = (x.repeat_interleave(groups, 1) for x in (q, k, a))
 
-    # 1. What was there decays.
+    # 1. The state decays.
     before = S = None if initial_state is None else initial_state.to(dtype)
     if S is not None:
         of_head = [x.to(dtype) for x in (None if g is None else g[:, 0], g_gamma) if x is not None]
@@ -48,10 +48,10 @@ def token(
             S = S * gk[:, 0, :, :, None].to(dtype).exp()
         if gv is not None:
             S = S * gv[:, 0, :, None, :].to(dtype).exp()
-    # 2. What `a` reads, `b` writes back.
+    # 2. The low-rank update: `b` writes the read of `a`.
     if b is not None and before is not None and S is not None:
         S = S + upcast(b[:, 0]).unsqueeze(-1) * (a.unsqueeze(-2) @ (before if read_before else S))
-    # 3. The token is written, by the delta rule in the place of what its key, or `a`, reads.
+    # 3. The write of the token. The delta rule first subtracts the read of its key, or of `a`.
     if delta_rule and before is not None and S is not None:
         v = v - (a.unsqueeze(-2) @ (before if read_before else S)).squeeze(-2)
     if beta is not None:

@@ -1,1 +1,1 @@
-"""Short causal convolution: ``y_t = b + sum_w weight_w * x_{t-W+1+w}``, of each channel alone."""
+"""Short causal convolution of each channel: ``y_t = b + sum_w weight_w * x_{t-W+1+w}``."""

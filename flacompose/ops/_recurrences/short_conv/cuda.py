@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels: what CUDA runs, in float32, bfloat16 and float16."""
+"""Launches of the Triton kernels on CUDA, in float32, bfloat16 and float16."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from flacompose.ops._recurrences.short_conv.inputs import MAX_WIDTH, Inputs
 from flacompose.ops._recurrences.short_conv.kernels import short_conv_gradient_kernel, short_conv_kernel
 from flacompose.ops._tensors.sizes import always_true
 
-# For each walk: its steps in a chunk, how many steps are loaded together, and how many columns of the weight a thread
-# holds for all of its channels together. A thread has 16 bytes of channels or, where the convolution is wide, fewer.
+# For each loop over tokens: (steps of a chunk, steps that are loaded together, most columns of the weight
+# that a thread holds for all its channels). A thread has 16 bytes of channels or, for wide convolutions,
+# fewer.
 FORWARD, TOKEN, BACKWARD = (64, 4, 32), (1, 1, 32), (128, 4, 16)
 
 
 def forward(inputs: Inputs, in_place: bool = False) -> tuple[Tensor, Tensor]:
     """``(y [B, T, D], final_state [N, D, W])``.
 
-    `in_place` has the kernel write the final state of one token where it reads a copy of the initial one. That is safe
-    because a program is a single warp, whose threads all load before any of them stores what depends on the loads. It
-    is done where the dtype of the state holds inputs as they are: the final state is then the same in a graph and not.
+    With `in_place` the kernel overwrites a copy of the initial state with the final state of one token. That
+    is safe because a program is a single warp, whose threads all load before any of them stores. It is done
+    only if the dtype of the state represents the inputs exactly: the final state is then the same in a graph
+    and outside.
     """
     x, weight, bias, initial_state, cu_seqlens, silu = inputs
     one_token = always_true(x.shape[1] == 1)
-    # In a graph, Inductor makes one token's few products a part of its own kernels, which are three if the state is
-    # written where it was read.
+    # In a graph, Inductor fuses the few products of one token into its own kernels; these are three if the
+    # state is overwritten in place.
     state = initial_state if in_place and one_token and _holds(initial_state, x) else None
     apart = one_token and cu_seqlens is None and launches_into_graph() and state is None
     if apart or _has_no_kernel(x, weight):
@@ -47,7 +49,7 @@ def forward(inputs: Inputs, in_place: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def update(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """`forward`, which in a graph writes the new state where the old one was."""
+    """`forward`, which in a graph overwrites the old state with the new one."""
     return forward(inputs, in_place=launches_into_graph())
 
 
@@ -58,7 +60,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         return eager.backward(call)
     wants, d_final_state = call.wants, call.arriving.final_state
     steps, together, columns = BACKWARD
-    # The walk also covers the tokens after a chunk that read its last inputs.
+    # The loop also covers the tokens after a chunk that read its last inputs.
     walk = _Launches(x, weight, cu_seqlens, silu, steps - weight.shape[1] + 1, together, columns)
     D, W = walk.D, walk.W
     dx = walk.per_token(D, dtype=x.dtype, every=True) if wants("x") else None
@@ -82,7 +84,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 
 
 class _Launches(Sequences):
-    """The launches of one call, in chunks of `C` tokens, of which `together` are loaded at a time."""
+    """The launches of one call, in chunks of `C` tokens, `together` of which are loaded at a time."""
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class _Launches(Sequences):
         BD = block(self.D, 32 * channels)
         self.tiles = tile_count(self.D, BD)
         sizes = {"D": self.D, "W": self.W, "C": C, "U": together, "BD": BD}
-        # It must stay one warp: with several, one may write a state in place that another has not read yet.
+        # One warp only: with several, one may overwrite a state in place that another has not read yet.
         self.arguments |= {**sizes, "SILU": silu, "num_warps": 1}
 
     def __call__(
@@ -115,7 +117,7 @@ class _Launches(Sequences):
         x = _with_unit_stride(x)
         launch(
             kernel,
-            # Tokens in no sequence have chunks of their own, one more than are counted.
+            # Tokens in no sequence have chunks of their own, one more than `chunks` counts.
             ((self.chunks + 1) * self.tiles,),
             x=x,
             weight=weight.contiguous(),
@@ -129,15 +131,15 @@ class _Launches(Sequences):
 
 
 def _has_no_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Too many columns, or no tokens, as on a rank whose piece is empty: rows then have no chunk that writes."""
+    """Whether there are too many columns, or no tokens, so that no chunk of a row would store its results."""
     return weight.shape[1] > MAX_WIDTH or always_true(x.shape[1] == 0)
 
 
 def _holds(state: Tensor | None, x: Tensor) -> bool:
-    """Whether the dtype of the state has all numbers of that of `x`."""
+    """Whether the dtype of the state represents all numbers of the dtype of `x`."""
     return state is not None and torch.promote_types(state.dtype, x.dtype) == state.dtype
 
 
 def _with_unit_stride(x: Tensor) -> Tensor:
-    """``x [B, T, D]``, its rows and tokens of any strides, as of a part of a wider projection, and channels of 1."""
+    """``x [B, T, D]`` with contiguous channels, and any strides of rows and tokens."""
     return x if always_true(x.stride(2) == 1) else x.contiguous()

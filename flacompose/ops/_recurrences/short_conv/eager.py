@@ -1,10 +1,10 @@
-"""PyTorch for the short convolution: what every device without a Triton kernel runs.
+"""PyTorch for the short convolution, for every device without a Triton kernel.
 
     y_t = act(a_t)        a_t = bias + sum_w weight_w * x_{t-W+1+w}
 
-Every sequence is laid out behind the W inputs of its state, so that a sum of W shifted products is right at all of its
-tokens. Packed sequences lie behind one another, each with its own state before it: no token reads another sequence.
-Backwards in time likewise. All is functional and differentiable to any order.
+Every sequence is preceded by the W inputs of its state, so that a sum of W shifted products holds at all of
+its tokens. Packed sequences follow one another, each after its own state, so that no token reads another
+sequence. Backwards in time likewise. Everything is functional and differentiable to any order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     if silu:
         a = _preactivation(history, weight, bias)
         s = a.sigmoid()
-        # Between packed sequences there may be NaN, which belongs to none of them.
+        # The places between packed sequences may hold NaN, which belongs to no token.
         da = rows.only_tokens(da * s * (1 + a * (1 - s)))
 
     def d_weight() -> Tensor:
@@ -47,7 +47,8 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         return _new(torch.stack([(da * history[:, 1 + w : 1 + w + L]).sum((0, 1)) for w in range(W)], 1))
 
     if call.wants("x", "initial_state"):
-        # An input is read by its own token with the last column of the weight, and by the later ones with those before.
+        # The token of an input reads it with the last column of the weight, and later tokens with the columns
+        # before.
         d_history = _sums(F.pad(da, (0, 0, W, W - 1)), weight.flip(1), history.shape[1])
         if d_final_state is not None:
             d_history = d_history + rows.at_last(d_final_state.to(history.dtype).mT)
@@ -116,19 +117,19 @@ class _Rows:
         return history[:, self.T :]
 
     def at_last(self, state: Tensor) -> Tensor:
-        """``[R, W + L, D]``: what `last` would read as these, and zeros elsewhere."""
+        """``[R, W + L, D]``, the transpose of `last`: these states in their places, and zeros elsewhere."""
         return F.pad(state, (0, 0, self.T, 0))
 
 
 class _Packed:
-    """Sequences behind one another in one row, of ``W + L = T + N * W`` places; `_Rows` says what each method gives."""
+    """Packed sequences in one row of ``W + L = T + N * W`` places; `_Rows` documents the methods."""
 
     def __init__(self, T: int, W: int, cu_seqlens: Tensor) -> None:
         N, device = cu_seqlens.shape[0] - 1, cu_seqlens.device
         self.N, self.T, self.W = N, T, W
         cu = bounds(cu_seqlens, T)
         n, w = torch.arange(N, device=device), torch.arange(W, device=device)
-        # A sequence, behind the W places of its state, takes the places from `begin` to `end + W`.
+        # A sequence, after the W places of its state, has the places from `begin` to `end + W`.
         begin, end = cu[:-1] + n * W, cu[1:] + n * W
         self.first_at, self.last_at = (at[:, None] + w for at in (begin, end))
 
@@ -136,7 +137,7 @@ class _Packed:
         n = (torch.searchsorted(begin, place, right=True) - 1).clamp(min=0)
         age, left = place - begin[n], place - end[n]
         token = (age >= W) & (left < W)
-        # A row of zeros comes after those that are chosen from.
+        # `_chosen` appends a row of zeros, which stands for places without a token or state.
         self.token = torch.where(token, cu[n] + age - W, T)
         self.state = torch.where((age >= 0) & (age < W), n * W + age, N * W)
         self.last_state = torch.where((left >= 0) & (left < W), n * W + left, N * W)
@@ -171,5 +172,5 @@ class _Packed:
 
 
 def _chosen(x: Tensor, at: Tensor) -> Tensor:
-    """The rows ``x[:, at]`` of ``x [1, L, D]``, of which the one past the last is zeros."""
+    """The rows ``x[:, at]`` of ``x [1, L, D]``; row L is zeros."""
     return F.pad(x, (0, 0, 0, 1))[:, at]

@@ -1,4 +1,4 @@
-"""What the op of the short convolution takes and returns."""
+"""The signature of the short convolution: its arguments and results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from torch import Tensor
 
 from flacompose.ops._operators.signature import AUTOCAST, Dtype, Signature
 
-# The kernels have a register for each column, and take long to compile with many; PyTorch computes what is wider.
+# The kernels need a register for each column, and compile slowly with many; PyTorch computes wider
+# convolutions.
 MAX_WIDTH = 8
 
 

@@ -1,9 +1,10 @@
-"""Triton kernels for the short convolution: a walk along the tokens, what they read in registers.
+"""Triton kernels of the short convolution: a loop over tokens, with their window of inputs in registers.
 
-The window of a token is the state after it: its own input in the last of W columns and those before it in the others.
-A step drops the first column and appends the next input, so that each input is read from memory once. Backwards, the
-gradients of the W last sums form such a window too, and the walk goes on past the chunk until its last input has met
-all who read it. Nothing is exchanged between channels, and a program needs no shared memory to speak of.
+The window of a token is the state after it: its own input in the last of W columns and those before it in the
+others. A step drops the first column and appends the next input, so that each input is read from memory once.
+Backwards, the gradients of the W last sums form such a window too, and the loop continues past the chunk
+until all readers of its last input have been processed. Channels are independent, and a program needs hardly
+any shared memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from flacompose.ops._tiles.blocks import split_program
 
 @triton.jit
 def _bound(i, T, N, cu_seqlens):
-    """The first token of part `i` of the packed row: 0 comes before the sequences, which are 1 to N; N + 1 after."""
+    """The first token of part `i` of the packed row: 0 precedes the sequences 1 to N, N + 1 follows."""
     at = tl.load(cu_seqlens + i - 1, mask=(i > 0) & (i <= N + 1), other=0)
     return tl.where(i > N + 1, T, at)
 
@@ -25,8 +26,8 @@ def _bound(i, T, N, cu_seqlens):
 def _find_chunk(row, T, N, cu_seqlens, C: tl.constexpr):
     """The sequence of the chunk in `row`, its row in the batch, its first token and its end, and the chunk's start.
 
-    Tokens are counted from the start of the row in the batch. The tokens of a packed row that are in no sequence have
-    chunks too, of the sequences -1 and N, and part i begins at chunk ``_bound(i) // C + i``.
+    Tokens are counted from the start of the row in the batch. The tokens of a packed row that are in no
+    sequence have chunks too, of the sequences -1 and N, and part i begins at chunk ``_bound(i) // C + i``.
     """
     if cu_seqlens is not None:
         # The last part that begins at this chunk or before is between `i` and `after`.
@@ -69,7 +70,7 @@ def _zeros(W: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def _window(x, initial, token, begin, end, stride, d, in_d, W: tl.constexpr):
-    """The window before `token`; what is before `begin` is in the state. No row of a chunk without tokens is read."""
+    """The window before `token`; inputs before `begin` are in the state. Empty chunks read no rows."""
     window = ()
     for w in tl.static_range(W):
         t = token - W + w
@@ -101,7 +102,7 @@ def _sum(window, weight, bias, W: tl.constexpr):
 
 @triton.jit
 def _sum_of_readers(window, weight, W: tl.constexpr):
-    """The gradient of an input: the newest of these gradients is of the token that reads it with the first column."""
+    """The gradient of an input; the newest gradient is of the token that reads it with the first column."""
     total = window[W - 1] * weight[0]
     for w in tl.static_range(1, W):
         total += window[W - 1 - w] * weight[w]
@@ -212,11 +213,11 @@ def short_conv_gradient_kernel(
     BD: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """Fill what is given of the gradients: a program for each chunk and tile of channels, `U` tokens at a time.
+    """Fills the given gradients: a program for each chunk and tile of channels, `U` tokens at a time.
 
-    With ``da_t`` the gradient of a token's sum, ``dx_p = sum_w weight_w * da_{p+W-1-w}``, and to the last inputs of a
-    sequence comes the gradient of its final state. The program of a sequence's first chunk stores the gradient of the
-    state before it.
+    With ``da_t`` the gradient of a token's sum, ``dx_p = sum_w weight_w * da_{p+W-1-w}``; the last inputs of
+    a sequence also get the gradient of its final state. The program of a sequence's first chunk stores the
+    gradient of the state before it.
     """
     tile, _, row = split_program(tl.cdiv(D, BD), 1)
     d = (tile * BD).to(tl.int32) + tl.arange(0, BD)
@@ -241,13 +242,13 @@ def short_conv_gradient_kernel(
     bias_ = tl.zeros([BD], tl.float32)
     if bias is not None:
         bias_ = tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)
-    # Of the tokens after the chunk, those up to here read its last inputs.
+    # The tokens after the chunk up to this one read its last inputs.
     readers = tl.minimum(stop + W - 1, end)
     d_columns = _zeros(W, BD)
     d_bias_ = tl.zeros([BD], tl.float32)
     window = _window(x, initial, start, begin, end, x_token, d, in_d & inside, W)
     d_window = _zeros(W, BD)
-    # 2. From token to token, and past the chunk until its last input has met all who read it.
+    # 2. From token to token, and past the chunk until all readers of its last input are processed.
     for t in tl.range(start, stop if dx is None else stop + W - 1, U):
         inputs = _inputs(x, t, readers, x_token, d, in_d, U)
         dys = _inputs(dy, t, readers, dy_token, d, in_d, U)

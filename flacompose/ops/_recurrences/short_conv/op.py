@@ -18,7 +18,7 @@ def _flops(x, weight, *_, **__) -> int:
 
 
 def has_kernel(dtype: torch.dtype, W: int) -> bool:
-    """Whether a GPU computes the op of this dtype and width by its kernels, and not by PyTorch behind one node."""
+    """Whether a GPU computes the op of this dtype and width with kernels, not with PyTorch."""
     return dtype != torch.float64 and W <= MAX_WIDTH
 
 

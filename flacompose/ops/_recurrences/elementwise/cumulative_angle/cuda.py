@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels: what CUDA runs, in float32, bfloat16 and float16."""
+"""Launches of the Triton kernels on CUDA, in float32, bfloat16 and float16."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flacompose.ops._recurrences.elementwise.cumulative_angle.kernels import (
 )
 from flacompose.ops._tensors.sizes import always_true
 
-# Tokens and angles of a tile, which is as wide as a read of memory; warps.
+# Tokens and angles of a tile, as wide as a memory transaction; warps.
 CONFIG = {"C": 256, "BA": 8, "num_warps": 4}
 ONE_TOKEN = {"C": 2, "BA": 64, "num_warps": 1}
 
@@ -26,7 +26,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, A], final_state [N, HV, A])``."""
     x, dt, initial_state, cu_seqlens = inputs
     one_token = always_true(x.shape[1] == 1)
-    # In a graph, Inductor makes one token's few products a part of its own kernels.
+    # In a graph, Inductor fuses the few products of one token into its own kernels.
     if one_token and cu_seqlens is None and launches_into_graph():
         return eager.forward(inputs)
     rows, HV, A = Sequences(x, cu_seqlens), dt.shape[2], x.shape[3]

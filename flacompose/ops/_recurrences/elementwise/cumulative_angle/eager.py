@@ -1,8 +1,8 @@
-"""The turns in PyTorch: what every device without a Triton kernel runs.
+"""The cumulative angle in PyTorch, for every device without a Triton kernel.
 
     o_t = o_{t-1} + tanh(x_t) dt_t, modulo 2, from -1 to 1        states, in radians: pi o
 
-They are summed in float64, since a turn is a small part of the sum of a long sequence.
+The sums are in float64, since a turn is a small part of the sum of a long sequence.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def _speed(inputs: Inputs) -> tuple[Tensor, Tensor]:
 def _sums(x: Tensor, start: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     """The sums of ``x [B, T, H, A]`` up to each token of its sequence, from ``start [N, H, A]`` on, in float64.
 
-    Of packed sequences, a difference of sums over all has the value. But it would mix their gradients, and pass on what
-    is not finite in one of them, so these go through a scan of zeros.
+    For packed sequences the values are differences of sums over the whole row. Their gradients would mix, and
+    numbers that are not finite would reach other sequences, so gradients go through a scan of zeros.
     """
     T = x.shape[1]
     if cu_seqlens is None or always_true(T == 0):
@@ -81,16 +81,18 @@ def _sums(x: Tensor, start: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def running(x: Tensor) -> Tensor:
-    """The sums of ``x [B, T, ...]`` up to each token, in float64: within 32 tokens, and of what is before these.
+    """The sums of ``x [B, T, ...]`` up to each token, in float64, by blocks of 32 tokens.
 
-    One sum over a long row takes milliseconds on a GPU. A graph that leaves ``T`` open has one sum nevertheless.
+    One sum over a long row takes milliseconds on a GPU. A graph that leaves ``T`` open has one sum
+    nevertheless.
     """
     T = x.shape[1]
     if always_true(T == 1):
         return x.double()
     first = torch.zeros_like(x[:, :1])
     if not is_known(T) or T <= 32:
-        # The gradient of a sum of T numbers asks whether T is 1, which only the data may know. Of T + 1 it is known.
+        # The gradient of a sum of T numbers would guard on whether T is 1, which only the data may know. T +
+        # 1 is not 1.
         return torch.cat([first, x], 1).cumsum(1, dtype=torch.float64)[:, 1:]
     padded = F.pad(x, (*[0, 0] * (x.ndim - 2), 0, -T % 32))
     within = padded.unflatten(1, (-1, 32)).cumsum(2, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What the op of the turns takes and returns."""
+"""The signature of the cumulative angle of Mamba-3: its arguments and results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton kernels of the turns: sweeps over a sequence, tile by tile, in float64; states are in radians."""
+"""Triton kernels of the cumulative angle: scans in float64, tile by tile; states in radians."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PI = tl.constexpr(3.141592653589793)
 
 @triton.jit
 def tanh(x):
-    """Right to float32, also where it is small: from a series there, and elsewhere from an exponential."""
+    """Exact to float32, also where it is small: a series there, and an exponential elsewhere."""
     z = x * x
     series = -5.37397155531e-2 + z * (2.06390887954e-2 - z * 5.70498872745e-3)
     series = x + x * z * (-3.33332819422e-1 + z * (1.33314422036e-1 + z * series))
@@ -30,7 +30,7 @@ def _speed(x, dt, token, mask, in_tile, h, a, H, HV, A):
 
 @triton.jit
 def _program(T, N, HV, A, cu_seqlens, C: tl.constexpr, BA: tl.constexpr):
-    """This program's tile of angles, its head and sequence, the first token and the end of this."""
+    """This program's tile of angles, its head and sequence, and the sequence's first token and end."""
     tile, h, n = split_program(tl.cdiv(A, BA), HV)
     lo, hi, _ = find_sequence(n, T, cu_seqlens, C)
     return tile, h, n, lo, hi, (tile * BA).to(tl.int32) + tl.arange(0, BA)
@@ -72,7 +72,7 @@ def cumulative_angle_kernel(
         total = state[None, :] + tl.cumsum((speed * dt_).to(tl.float64), 0)
         total -= 2 * tl.floor(0.5 * total + 0.5)
         tl.store(o + (token * HV + h)[:, None] * A + a[None, :], total.to(tl.float32), mask=mask)
-        # Tokens behind the last add nothing.
+        # Tokens past the end add nothing.
         state = tl.sum(tl.where((t == C - 1)[:, None], total, 0.0), 0)
     tl.store(final + (n * HV + h) * A + a, (state * PI).to(tl.float32), mask=in_a)
 

@@ -1,4 +1,4 @@
-"""The registered op of the turns: `inputs` lists its arguments, `eager` states what it computes."""
+"""The registered op of the cumulative angle: `inputs` lists its arguments, `eager` states the recurrence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The angles token by token: the specification of this family. Mamba-3, https://arxiv.org/abs/2603.15569."""
+"""The cumulative angle token by token: its specification. Mamba-3, https://arxiv.org/abs/2603.15569."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels: what CUDA runs, in float32, bfloat16 and float16."""
+"""Launches of the Triton kernels on CUDA, in float32, bfloat16 and float16."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.elementwise.rg_lru.inputs import Inputs
 from flacompose.ops._recurrences.elementwise.rg_lru.kernels import rg_lru_gradient_kernel, rg_lru_scan_kernel
 
-# Tokens of a chunk, before which the backward keeps the state, and channels of a tile at most: in chunks, where a
-# thread has one channel, and by token.
+# (tokens of a chunk, most channels of a tile). In chunks, before which the state is kept for the backward, a
+# thread has one channel; and by token.
 CHUNK_CONFIG, TOKEN_CONFIG = (16, 32), (1, 256)
 
 
@@ -75,13 +75,14 @@ class _Launches(Sequences):
         self.inputs, self.D = inputs, inputs.x.shape[2]
         BD = block(self.D, channels)
         self.tiles = tile_count(self.D, BD)
-        # Gates are read as they come, in any dtype.
+        # Kernels read gates in any dtype.
         names = "x", "r", "i", "a_param", "reset"
         given = {name: getattr(inputs, name) for name in names}
         self.arguments |= {name: None if y is None else y.contiguous() for name, y in given.items()}
         self.arguments |= {"D": self.D, "H": 1 if inputs.reset is None else inputs.reset.shape[2]}
         self.arguments |= {"C": C, "BD": BD}
-        # A segment has 2,048 tokens at least, and so 64 times 32. Programs of one warp are small: twice as many.
+        # In units of 32 tokens a segment has at least 64 * 32 = 2,048. Programs of one warp are small, so
+        # twice as many run.
         units, programs = 0 if by_token else self.T // 32, tile_count(self.tiles, 2)
         self.row = Segments(self, units, programs, (self.D,), {"gv": "sum_g"})
 
@@ -92,12 +93,12 @@ class _Launches(Sequences):
         return self.batched(o), final_state
 
     def forwards(self, **results: Tensor | int | None) -> None:
-        """Fill what is given of `o`, `before` and `final`."""
+        """Fill `o`, `before` and `final`, if given."""
         sweep = partial(self.sweep, self.arguments["x"], False)
         sweep(initial=self.row.starts(sweep, self.inputs.initial_state), **results)
 
     def sweep(self, x: Tensor, reverse: bool, **tensors: Tensor | int | None) -> None:
-        """Launch `rg_lru_scan_kernel`, which fills what is given. By token and with `count`, `final` is that many states."""
+        """Launch `rg_lru_scan_kernel`, which fills the given results. By token, `final` may be `count` states."""
         absent = dict.fromkeys(("initial", "o", "before", "ends", "sum_g", "final", "count", "stride"))
         given = {
             **absent,

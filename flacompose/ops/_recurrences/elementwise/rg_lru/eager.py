@@ -1,10 +1,10 @@
-"""PyTorch for the RG-LRU: what every device without a Triton kernel runs.
+"""PyTorch for the RG-LRU, for every device without a Triton kernel.
 
     a_t = exp(g_t)        g_t = -8 softplus(a_param) sigmoid(r_t)
     h_t = a_t h_{t-1} + s_t sigmoid(i_t) x_t        s_t = sqrt(1 - a_t^2)        o_t = h_t
 
-It is the elementwise scan of the log decays `g` and of what enters, and the chain rule around its gradients. All is
-functional and differentiable to any order.
+It is the elementwise scan of the log decays `g` and the weighted inputs, and the chain rule around its
+gradients. Everything is functional and differentiable to any order.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         dg = found["g"] - found["x"] * of_strength
     return call.made(
         x=lambda: dx,
-        r=lambda: dg * (gates.rate * (gates.r * (1 - gates.r))),  # a rate may be as large as a number can be
+        r=lambda: (
+            dg * (gates.rate * (gates.r * (1 - gates.r)))
+        ),  # in this order: a rate may be the largest number
         i=lambda: dx * gates.x * (1 - gates.i),
         a_param=lambda: (dg * gates.r).sum((0, 1)) * (-8 * gates.a_param.sigmoid()),
         initial_state=found.get("initial_state"),
@@ -48,12 +50,12 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 
 
 def gated(inputs: Inputs) -> of_scan.Inputs:
-    """The arguments of the elementwise scan that is the same, in the dtype of states."""
+    """The arguments of the equivalent elementwise scan, in the dtype of states."""
     return _Gates(inputs).scanned()
 
 
 class _Gates:
-    """The decays of one call, and how strongly inputs enter, in the dtype of states."""
+    """The decays of one call, and the strengths of inputs, in the dtype of states."""
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
@@ -66,11 +68,11 @@ class _Gates:
         if self.reset is not None and self.reset.shape[2] > 1:
             self.reset = self.reset.repeat_interleave(x.shape[2] // self.reset.shape[2], 2)
         self.u = self.i * self.x
-        # From the threshold on softplus returns its argument, which from 40 on is exact even in float64.
+        # Above the threshold softplus returns its argument, which is exact from 40 on even in float64.
         self.rate = (-8 * F.softplus(self.a_param, threshold=40)).clamp(min=torch.finfo(dtype).min)
         self.g = self.rate * self.r
-        # The square root's derivative at 0 is infinite. That of the whole, by r or by a_param, tends to 0 where the
-        # decay tends to 1, so that a root of 0 is given no gradient.
+        # The square root's derivative at 0 is infinite. The derivative of the whole by r or a_param tends to
+        # 0 where the decay tends to 1, so a root of 0 gets no gradient.
         square = -torch.expm1(2 * self.g)  # 1 - a^2, exact where a is nearly 1
         self.kept = square > 0
         self.root = torch.where(self.kept, square, 1).sqrt()
@@ -80,6 +82,6 @@ class _Gates:
             self.strength = torch.where(self.reset, 1, self.strength)
 
     def scanned(self) -> of_scan.Inputs:
-        """The arguments of the elementwise scan that is the same."""
+        """The arguments of the equivalent elementwise scan."""
         given = self.inputs
         return of_scan.Inputs(self.strength * self.u, self.g, given.initial_state, given.cu_seqlens)

@@ -1,4 +1,4 @@
-"""What the ops of the RG-LRU take and return."""
+"""The signature of the RG-LRU: its arguments and results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Inputs(NamedTuple):
     x: Annotated[Tensor, "B T D", AUTOCAST]
     r: Annotated[Tensor, "B T D"]  # the recurrence gate before its sigmoid, in any float dtype
     i: Annotated[Tensor, "B T D"]  # the input gate before its sigmoid, in any float dtype
-    a_param: Annotated[Tensor, "D"]  # what the rates are the softplus of, in any float dtype
+    a_param: Annotated[Tensor, "D"]  # the rates before their softplus, in any float dtype
     initial_state: Annotated[Tensor | None, "N D"] = None
     reset: Annotated[Tensor | None, "B T H", CONSTANT] = None  # bool, for each of H groups of channels
     cu_seqlens: Tensor | None = None  # [N + 1]

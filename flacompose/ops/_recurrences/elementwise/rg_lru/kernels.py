@@ -1,13 +1,14 @@
-"""Triton kernels for the RG-LRU, which make decays and inputs of the gates: sweeps with the state in registers.
+"""Triton kernels of the RG-LRU, which compute decays and inputs from the gates; the state is in registers.
 
     a_t = exp(g_t)        g_t = -8 softplus(a_param) sigmoid(r_t)
     h_t = a_t h_{t-1} + s_t sigmoid(i_t) x_t        s_t = sqrt(1 - a_t^2)
 
-A program is one warp, and goes from token to token, each thread with channels of its own. The tokens of a tile are
-unrolled. What they need is loaded with the tile before theirs, so that loads overlap with the arithmetic of the gates.
+A program is one warp, and goes from token to token, each thread with its own channels. The tokens of a tile
+are unrolled. Their inputs are loaded one tile ahead, so that loads overlap with the arithmetic of the gates.
 
-From tile to tile the state is decayed by all of the tile at once, and what its tokens add, `added`, is computed apart:
-where decays are near 1, the rounding errors of the steps would add up over many tokens.
+From tile to tile the state is decayed by the whole tile at once, and the contribution of its tokens, `added`,
+is computed separately: where decays are near 1, the rounding errors of single steps would add up over many
+tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from flacompose.ops._tiles.blocks import (
 
 @triton.jit
 def _gates(rate, r, reset):
-    """The recurrence gate of a token, its log decay, its decay, and how strongly its input enters."""
+    """The recurrence gate of a token, its log decay, its decay, and the strength of its input."""
     gate = tl.sigmoid(r.to(tl.float32))
     g = bounded(rate * gate)
     a = tl.exp(g)
@@ -43,7 +44,7 @@ def _gates(rate, r, reset):
 def _resets(
     reset, token, hi, d, in_d, D: tl.constexpr, H: tl.constexpr, C: tl.constexpr, REVERSE: tl.constexpr
 ):
-    """``reset [tokens, H]`` of each token of a tile in the order of the sweep, a group of channels for each of H."""
+    """``reset [tokens, H]`` of each token of a tile, in the order of the scan, for H groups of channels."""
     if reset is not None:
         resets = tile_of_channels(reset, token, hi, d // (D // H), in_d, H, C, REVERSE)
     else:
@@ -70,7 +71,7 @@ def rg_lru_scan_kernel(
     T,
     N,
     SEGMENTS,
-    count,  # where C is 1, how many states are stored, those that `state_number` says; None for the final one alone
+    count,  # with C = 1, the number of stored states, see `state_number`; None for the final one alone
     stride,
     D: tl.constexpr,
     H: tl.constexpr,
@@ -78,9 +79,10 @@ def rg_lru_scan_kernel(
     BD: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """Sweep one segment of one sequence, from zero if there is no `initial`, and store what is given.
+    """The scan of one segment of one sequence, from zero if `initial` is absent; fills the given results.
 
-    With `REVERSE`, backwards in time, it is ``c <- a_t (do_t + c)``, the gradient of the state before the token.
+    With `REVERSE`, backwards in time, it is ``c <- a_t (do_t + c)``, the gradient of the state before the
+    token.
     """
     tile, segment, n = split_program(tl.cdiv(D, BD), SEGMENTS)
     if is_idle(segment, SEGMENTS, ends, o is not None or before is not None):
@@ -141,7 +143,7 @@ def rg_lru_scan_kernel(
             if place >= 0:
                 tl.store(final + (n * count + place) * D + d, h, mask=in_d)
 
-    # 5. What is wanted of the segment.
+    # 5. The results of the segment.
     if sum_g is not None:
         tl.store(sum_g + at_end, gates, mask=in_d)
     if ends is not None:
@@ -160,7 +162,7 @@ def rg_lru_gradient_kernel(
     reset,  # [tokens, H]
     do,  # [tokens, D]
     before,  # [chunks, D]: the state before each chunk; None where no gradient needs states
-    d_final,  # [SEGMENTS, N, D], after each segment, of which the first is the last in time
+    d_final,  # [SEGMENTS, N, D], after each segment; segment 0 is the last in time
     dx,  # [tokens, D]
     dr,  # [tokens, D]
     di,  # [tokens, D]
@@ -175,10 +177,11 @@ def rg_lru_gradient_kernel(
     C: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Fill what is given of the gradients, backwards in time, one segment of one sequence in a program.
+    """Fills the given gradients, backwards in time, one segment of one sequence per program.
 
-    With ``u_t = sigmoid(i_t) x_t`` and ``dh_t = do_t + c_{t+1}``, where ``c_t = a_t dh_t`` is carried, the gradient of
-    ``g_t`` is ``dh_t (a_t h_{t-1} - a_t^2 u_t / s_t)``. The states of a chunk are computed again, from the one before.
+    With ``u_t = sigmoid(i_t) x_t`` and ``dh_t = do_t + c_{t+1}``, where the scan carries ``c_t = a_t dh_t``,
+    the gradient of ``g_t`` is ``dh_t (a_t h_{t-1} - a_t^2 u_t / s_t)``. The states of a chunk are computed
+    again, from the state before it.
     """
     tile, segment, n = split_program(tl.cdiv(D, BD), SEGMENTS)
     d = (tile * BD).to(tl.int32) + tl.arange(0, BD)
@@ -219,7 +222,7 @@ def rg_lru_gradient_kernel(
         next_reset = _resets(reset, token, hi, d, in_d, D, H, C, False)
         if before is not None:
             next_h = tl.load(before + (row + earlier) * D + d, mask=in_d, other=0.0)
-        # 3. Forwards: the gates of each token, and what is left of the state before it.
+        # 3. Forwards: the gates of each token, and the decayed state before it.
         gates, decays, strengths, lefts = (), (), (), ()
         begun, added, total = c, tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
         for j in tl.static_range(C):
@@ -251,12 +254,12 @@ def rg_lru_gradient_kernel(
                 dg_ = dh * (lefts[j] - of_strength)
                 d_rate += dg_ * gates[j]
                 if dr is not None:
-                    # In this order, as a rate may be as large as a number can be.
+                    # In this order, because a rate may be the largest float32 number.
                     dr_ = dg_ * (rate * (gates[j] * (1 - gates[j])))
                     tl.store(dr + at, dr_.to(dr.dtype.element_ty), mask=is_token)
         c = decayed(begun, total) + added
 
-    # 5. What is wanted of the segment.
+    # 5. The results of the segment.
     if d_a_param is not None:
         tl.store(d_a_param + at_end, d_rate * (-8 * tl.sigmoid(of_rate)), mask=in_d)
     if d_initial is not None:

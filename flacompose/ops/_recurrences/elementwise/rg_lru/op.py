@@ -1,7 +1,7 @@
 """The registered ops of the RG-LRU: `inputs` lists their arguments, `eager` states the recurrence.
 
-Why this is no call of the elementwise scan: its decays and inputs would be written and read in float32, which takes
-several times as long as all that is computed here.
+It is no call of the elementwise scan, because decays and inputs would be written and read in float32, which
+takes several times as long as all computations here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flacompose.ops._recurrences.forms import define_ops, start_gradient
 
 
 def _flops(x: Any, *_: Any, **__: Any) -> int:
-    """For each element: its log decay, ``1 - a^2``, the two products of what enters, and the step of the state."""
+    """For each element: its log decay, ``1 - a^2``, two products of the input, and the step."""
     return 7 * prod(x)
 
 
@@ -31,7 +31,7 @@ d_start = start_gradient(SIGNATURE, _ops["backward"])
 
 
 def stretch(inputs: Inputs) -> tuple[Map, Tensor]:
-    """What the tokens of each sequence do to a state: that of the elementwise scan of the same decays and inputs."""
+    """The transition of each sequence: that of the elementwise scan of the same decays and inputs."""
     return scan.stretch(eager.gated(inputs))
 
 

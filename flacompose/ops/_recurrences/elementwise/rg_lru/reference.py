@@ -1,4 +1,4 @@
-"""The recurrence as the paper writes it, token by token: the specification of this family.
+"""The recurrence as the paper writes it, token by token: the specification of the RG-LRU.
 
 Griffin, https://arxiv.org/abs/2402.19427, section 2.4, equations 1 to 4. At a reset, as in the authors' code, the decay
 is 0 and the square root is 1.

@@ -1,1 +1,1 @@
-"""The attention of RWKV-4: a mean of values by decaying weights, each channel by itself, at any size of its keys."""
+"""The attention of RWKV-4: for each channel a mean of values with decaying weights, for keys of any size."""

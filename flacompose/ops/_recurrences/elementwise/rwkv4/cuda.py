@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels: what CUDA runs, in float32, bfloat16 and float16."""
+"""Launches of the Triton kernels on CUDA, in float32, bfloat16 and float16."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from flacompose.ops._recurrences.elementwise.rwkv4.kernels import (
     rwkv4_scan_kernel,
 )
 
-# Tokens of a chunk, before which the backward keeps the state, and channels of a program.
+# Tokens of a chunk (the state before it is kept for the backward), and channels of a program.
 CHUNK, CHANNELS = 8, 64
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
-# What kernels know by two or three names, which end in a, b and m.
+# Two or three arguments of kernels, whose names end in a, b and m.
 Named = dict[str, Any]
 
 
@@ -68,7 +68,8 @@ class _Launches(Sequences):
         self.initial = _named("initial", *(None if x is None else x.contiguous() for x in initial))
         BD = block(self.D, CHANNELS)
         self.tiles = tile_count(self.D, BD)
-        # A segment has 128 tokens at least, and so 64 times 2. Programs of one warp are small: four times as many.
+        # In units of 2 tokens a segment has at least 64 * 2 = 128. Programs of one warp are small, so four
+        # times as many run.
         self.count, self.split = self.segments(0 if by_token else self.T // 2, tile_count(self.tiles, 4))
         self.programs = self.N * self.tiles * self.count
         self.arguments |= {"SEGMENTS": self.count, "D": self.D, "C": self.C, "BD": BD, "num_warps": 1}
@@ -112,7 +113,7 @@ class _Launches(Sequences):
         ENDS: bool = False,
         **tensors: Tensor | None,
     ) -> None:
-        """Launch `rwkv4_scan_kernel`, which fills what is given."""
+        """Launch `rwkv4_scan_kernel`, which fills the given results."""
         given = _named("initial", None, None, None) | _named("end", None, None, None)
         given |= _named("d_start", None, None) | dict.fromkeys(("o", "do", "before")) | tensors
         states = {"count": count, "stride": stride, "ENDS": ENDS}

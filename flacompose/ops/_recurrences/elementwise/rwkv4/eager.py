@@ -1,15 +1,16 @@
-"""Chunked PyTorch for RWKV-4: what every device without a Triton kernel runs.
+"""Chunked PyTorch of RWKV-4, for every device without a Triton kernel.
 
     o_t = (a_{t-1} + exp(u + k_t) v_t) / (b_{t-1} + exp(u + k_t))
     a_t = exp(w) a_{t-1} + exp(k_t) v_t        b_t = exp(w) b_{t-1} + exp(k_t)
 
-The sums are kept divided by ``exp(m_t)``, with ``m_t = max(w + m_{t-1}, k_t)``. So a state is a, b and m, and what
-tokens do to it follows from how many they are and from the state that they reach from nothing: `join` has the map.
+The sums are stored divided by ``exp(m_t)``, with ``m_t = max(w + m_{t-1}, k_t)``. So a state is a, b and m.
+The transition of a span of tokens follows from their number and the state that they reach from the empty
+state: see `join`.
 
-All chunks are swept at once, token by token, twice: from nothing, to find what each does to the state, which is then
-swept from chunk to chunk; and from the state before each. Backwards in time likewise. The maximum after a token is made
-of that before the chunk and of that of the chunk's own tokens, as `join` makes it, so that both agree to the bit. All
-is functional and differentiable to any order; maxima are constants.
+All chunks are scanned in parallel, token by token, twice: from the empty state, for the transition of each
+chunk; and, after state passing from chunk to chunk, from the state before each. Backwards in time likewise.
+The maximum after a token follows from that before the chunk and that of the chunk's own tokens, as in `join`,
+so that both agree to the bit. Everything is functional and differentiable to any order; maxima are constants.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         d_numerator = do / step.weight
         of_a = step.past * d_numerator
         reads.append((of_a, -of_a * step.o, step.present * d_numerator))
-    # 2. Through the states, backwards in time: what comes from the outputs of a chunk, and from chunk to chunk.
+    # 2. Through the states, backwards in time: the gradients through the outputs of a chunk, and from chunk
+    # to chunk.
     da = db = torch.zeros_like(steps[0].o)
     for step, (of_a, of_b, _) in zip(reversed(steps), reversed(reads), strict=True):
         da, db = step.kept * da + of_a, step.kept * db + of_b
@@ -90,7 +92,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 
 
 def join(state: State, end: State, w: Tensor, tokens: Tensor) -> State:
-    """The state after so many `tokens`, which reach `end` from nothing, from the `state` before them."""
+    """The state after `tokens`, which reach `end` from the empty state, from the `state` before them."""
     total = tokens * _finite(w)
     m = torch.maximum(state.m + total, end.m).detach()
     kept, written = (total + (state.m.detach() - m)).exp(), (end.m - m).exp()
@@ -98,7 +100,7 @@ def join(state: State, end: State, w: Tensor, tokens: Tensor) -> State:
 
 
 def _d_initial_m(call: BackwardCall[Inputs]) -> Tensor:
-    """That of the copy which a sequence without tokens returns."""
+    """The gradient of the copy that a sequence without tokens returns."""
     m, dm = call.inputs.initial_m, call.arriving.final_m
     assert m is not None
     zeros = m.new_zeros(m.shape)
@@ -116,19 +118,19 @@ def _filled(inputs: Inputs) -> Tensor:
 
 
 def _finite(w: Tensor) -> Tensor:
-    """Decays, with the lowest number for -inf, which times no tokens would be NaN."""
+    """Decays with the lowest number in place of -inf, which times 0 tokens would be NaN."""
     return w.clamp(min=torch.finfo(w.dtype).min)
 
 
 class _Step(NamedTuple):
-    """What happens at one token of each chunk."""
+    """The intermediate results of one token of each chunk."""
 
     a: Tensor  # before the token
     b: Tensor
     m: Tensor  # after it
     kept: Tensor  # exp(w + m_{t-1} - m_t)
     written: Tensor  # exp(k_t - m_t)
-    past: Tensor  # the weight of a and b in the output, and the one of the token
+    past: Tensor  # the weights of a and b, and of the token, in the output
     present: Tensor
     weight: Tensor  # the denominator
     o: Tensor
@@ -137,9 +139,9 @@ class _Step(NamedTuple):
     def of(
         cls, state: State, m: Tensor, k: Tensor, v: Tensor, u: Tensor, decay: Tensor, key: Tensor
     ) -> _Step:
-        """From the `state` before the token and `m` after it; where there is no token, `decay` is 0 and `key` -inf."""
+        """From the `state` before and `m` after the token; without one, `decay` is 0 and `key` -inf."""
         a, b, before = state
-        # Where nothing has been written, its maximum says nothing.
+        # The maximum of a state without writes is meaningless.
         past, now = torch.where(b > 0, before, LOWEST), u + k
         top = torch.maximum(past, now).detach()
         past, present = (past - top).exp(), (now - top).exp()
@@ -173,7 +175,7 @@ def _start(inputs: Inputs, like: Tensor) -> State:
 
 
 class _WKV:
-    """The chunks of one call, as `Chunks` cuts them: one head, whose states are the rows a, b and m of a matrix."""
+    """The chunks of one call, cut by `Chunks`: one head, whose states are the rows a, b and m of a matrix."""
 
     def __init__(self, inputs: Inputs) -> None:
         v, k, w, u, *_, cu_seqlens = inputs
@@ -184,11 +186,11 @@ class _WKV:
         ones = self.split(torch.ones_like(v[:1, :, :1], dtype=self.chunks.dtype))
         self.elapsed = torch.stack(ones).cumsum(0)  # tokens of the chunk up to each, [C, 1, 1, R, 1]
         self.exists = [x > 0 for x in ones]
-        # Places of a chunk that have no token leave the state as it is.
+        # Places of a chunk without a token leave the state as it is.
         self.decays = [torch.where(x, self.w, 0) for x in self.exists]
         self.keys = [torch.where(x, y, -torch.inf) for x, y in zip(self.exists, self.k, strict=True)]
         self.start = torch.stack(_start(inputs, self.w), 1)[:, None]  # [N, 1, 3, D]
-        self.maxima = []  # after each token, from nothing
+        self.maxima = []  # after each token, from the empty state
         m = torch.full_like(self.v[0], LOWEST)
         for decay, key in zip(self.decays, self.keys, strict=True):
             m = torch.maximum(decay + m, key).clamp(min=LOWEST).detach()
@@ -228,13 +230,13 @@ class _WKV:
         return steps
 
     def decay(self, m: Tensor, end: Tensor) -> Tensor:
-        """How much of a and b a chunk leaves, from the maximum before it and the one after it."""
+        """The decay of a and b over a chunk, from the maximum before it and the one after it."""
         return (self.elapsed[-1] * _finite(self.w) + (m.detach() - end)).exp().unsqueeze(3)
 
     def d_states(self, d_start: Tensor, decay: Tensor, d_final: Tensor | None) -> tuple[Tensor, Tensor]:
         """The gradient of a or b after each chunk, ``[B, 1, R, D]``, and before each sequence, ``[N, D]``.
 
-        `d_start` is that before each chunk which comes from its own outputs.
+        `d_start` is the gradient before each chunk through its own outputs.
         """
         start = None if d_final is None else d_final[:, None, None]
         after, initial = self.chunks.decaying_sweep(d_start.unsqueeze(3), [decay], start, reverse=True)

@@ -1,4 +1,4 @@
-"""What the ops of RWKV-4 take and return."""
+"""The signature of RWKV-4: its arguments and results."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Inputs(NamedTuple):
     """The arguments of every form, in the order of the schema."""
 
     v: Annotated[Tensor, "B T D", AUTOCAST]
-    k: Annotated[Tensor, "B T D"]  # the logarithm of how strongly a token is written
+    k: Annotated[Tensor, "B T D"]  # the logarithm of the strength of a write
     w: Annotated[Tensor, "D", GATE]  # natural-log decay of a channel
     u: Annotated[Tensor, "D"]  # bonus of the present token
-    # The state before the first token, all of it or nothing
+    # The state before the first token: all three tensors or none
     initial_a: Annotated[Tensor | None, "N D"] = None
     initial_b: Annotated[Tensor | None, "N D"] = None
     initial_m: Annotated[Tensor | None, "N D"] = None
@@ -33,4 +33,4 @@ class Outputs(NamedTuple):
 
 
 SIGNATURE = Signature(Inputs, Outputs)
-LOWEST = -1e38  # stands for a maximum of -inf, so that no difference of two is NaN
+LOWEST = -1e38  # replaces a maximum of -inf, so that no difference of two is NaN

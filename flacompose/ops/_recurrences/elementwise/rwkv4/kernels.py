@@ -1,19 +1,21 @@
-"""Triton kernels for RWKV-4: sweeps over a sequence, a tile of channels with their states in registers.
+"""Triton kernels of RWKV-4: scans over a sequence, a tile of channels with their states in registers.
 
     m_t = max(w + m_{t-1}, k_t)        kept_t = exp(w + m_{t-1} - m_t)        written_t = exp(k_t - m_t)
     a_t = kept_t a_{t-1} + written_t v_t        b_t = kept_t b_{t-1} + written_t
 
-A program is one warp, so no thread waits for another warp. It goes from token to token; the tokens of a chunk are
-unrolled, so the loads of some overlap with the arithmetic of others. No exponent is above 0, but by rounding.
+A program is one warp, so no thread waits for another warp. It goes from token to token; the tokens of a chunk
+are unrolled, so the loads of some overlap with the arithmetic of others. No exponent is above 0, except by
+rounding.
 
-From chunk to chunk, a state is decayed by all of the chunk at once, and what the tokens add, `added`, is computed
-apart. The maximum after a token is made of the one before the chunk, decayed at once, and of that of the chunk's own
-tokens. So no rounding of a token adds up over all of a slow decay.
+From chunk to chunk, a state is decayed by the whole chunk at once, and the contribution of the tokens,
+`added`, is computed separately. The maximum after a token is the larger of two: the maximum before the chunk,
+decayed at once, and the maximum of the chunk's own tokens. So no rounding error of single tokens adds up over
+a slow decay.
 
-Long rows are swept in segments, which are computed at the same time, each from the state before it.
+Long rows are cut into segments, which are computed at the same time, each from the state before it.
 
-`tl.fma` names the products that are fused with sums. The compiler would choose by what else is made of a product, and
-the bits of a gradient would depend on which others are wanted.
+`tl.fma` marks the products that are fused with sums. Otherwise the compiler would choose depending on the
+other uses of a product, and the bits of a gradient would depend on which other gradients are wanted.
 """
 
 from __future__ import annotations
@@ -47,30 +49,30 @@ def _state(a, b, m, at, in_d, BD: tl.constexpr):
     if a is not None:
         a_ += _load(a, at, in_d)
         b_ += _load(b, at, in_d)
-        # A state in which nothing has been written has the lowest maximum, whatever it says.
+        # The maximum of a state without writes is the lowest, whatever is stored.
         m_ = tl.where(b_ == 0.0, LOWEST, tl.maximum(_load(m, at, in_d), LOWEST))
     return a_, b_, m_
 
 
 @triton.jit
 def _key(k, at, mask):
-    """No key is below `LOWEST`, the lowest maximum: the weight of a lower one would be 0 even if it were alone."""
+    """Keys, at least `LOWEST`, the lowest maximum: a lower one has a weight of 0 even alone."""
     k_ = _load(k, at, mask)
     return tl.where(k_ < LOWEST, LOWEST, k_)
 
 
 @triton.jit
 def _tokens(begin, stop, lo, hi, C: tl.constexpr):
-    """How many tokens the chunks from `begin` to `stop` of a sequence have, in float32."""
+    """The number of tokens in the chunks from `begin` to `stop` of a sequence, in float32."""
     return tl.maximum(tl.minimum(hi - lo, stop * C) - begin * C, 0).to(tl.float32)
 
 
 @triton.jit
 def _write(j, left, k, w, own, begun_m, m):
-    """What the token `j` of a chunk with `left` tokens does to a state: `kept` and `written`, and the next maxima.
+    """The factors `kept` and `written` of the token `j` of a chunk with `left` tokens, and the next maxima.
 
-    `own` is the maximum of the chunk's tokens alone, and `begun_m` the one before the chunk. Where there is no such
-    token, the state stays as it is, to the bit.
+    `own` is the maximum of the chunk's own tokens, and `begun_m` the one before the chunk. If there is no
+    such token, every bit of the state stays as it is.
     """
     k = tl.where(j < left, k, float("-inf"))
     decay = tl.where(j < left, w, 0.0)
@@ -81,8 +83,8 @@ def _write(j, left, k, w, own, begun_m, m):
 
 @triton.jit
 def _read(a, b, m, k, v, u):
-    """The shares of the past and of the token in the output, the former of a and b, and the output."""
-    # Where nothing has been written, its maximum says nothing.
+    """The weights of the past (a and b) and of the token in the output, and the output."""
+    # The maximum of a state without writes is meaningless.
     before, now = tl.where(b > 0, m, LOWEST), u + k
     top = tl.maximum(before, now)
     past, present = tl.exp(before - top), tl.exp(now - top)
@@ -103,7 +105,7 @@ def rwkv4_scan_kernel(
     o,  # [tokens, D]
     do,  # [tokens, D]
     before,  # [chunks, 3, D]: the state before each chunk
-    d_start_a,  # [SEGMENTS, N, D] each: the gradients of the state before each segment that come from its own outputs
+    d_start_a,  # [SEGMENTS, N, D] each, the gradients of the state before each segment through its outputs
     d_start_b,
     end_a,  # with `ENDS` [SEGMENTS, N, D] each, after each segment, else [N, D], or [N, count, D], after the sequence
     end_b,
@@ -112,16 +114,17 @@ def rwkv4_scan_kernel(
     T,
     N,
     SEGMENTS,
-    count,  # where C is 1, how many states are stored, those that `state_number` says; None for the final one alone
+    count,  # with C = 1, the number of stored states, see `state_number`; None for the final one alone
     stride,
     D: tl.constexpr,
     C: tl.constexpr,
     BD: tl.constexpr,
     ENDS: tl.constexpr,
 ):
-    """One program sweeps one segment of one sequence, from nothing if no `initial_a` is given. It stores what is given.
+    """One program scans one segment of one sequence, from the empty state if `initial_a` is absent.
 
-    Without `o` and `do` it finds the ends of segments, of which that of the last is not needed.
+    It stores the results that are given. Without `o` and `do` it computes the ends of all segments but the
+    last.
     """
     tile, segment, n = split_program(tl.cdiv(D, BD), SEGMENTS)
     READS: tl.constexpr = (o is not None) or (do is not None)
@@ -136,7 +139,7 @@ def rwkv4_scan_kernel(
     w_ = finite(_load(w, d, in_d))
     u_ = _load(u, d, in_d)
     a, b, m = _state(initial_a, initial_b, initial_m, at_end, in_d, BD)
-    # What is left of the state before the segment, and what the outputs so far have to do with that state.
+    # The decay of the segment so far, and the gradients of the state before it through its outputs so far.
     left_over = tl.full([BD], 1.0, tl.float32)
     da = tl.zeros([BD], tl.float32)
     db = tl.zeros([BD], tl.float32)
@@ -165,7 +168,7 @@ def rwkv4_scan_kernel(
                     d_past = left_over * past * _load(do + at, j * D, mask)
                     da += d_past
                     db -= d_past * o_
-            # 3. The state after it.
+            # 3. The state after the token.
             kept, written, own, m = _write(j, left, k_, w_, own, begun_m, m)
             added_a, added_b = kept * added_a + written * v_, kept * added_b + written
             if READS:
@@ -184,7 +187,7 @@ def rwkv4_scan_kernel(
                 tl.store(end_b + at_state, b, mask=in_d)
                 tl.store(end_m + at_state, m, mask=in_d)
 
-    # 4. What is wanted of the segment.
+    # 4. The results of the segment.
     if do is not None:
         if d_start_a is not None:
             tl.store(d_start_a + at_end, da, mask=in_d)
@@ -204,7 +207,7 @@ def rwkv4_scan_kernel(
 
 @triton.jit(do_not_specialize=["T", "N", "SEGMENTS"])
 def rwkv4_join_kernel(
-    a,  # [SEGMENTS, N, D] each: the state that each segment reaches from nothing, and then the one before it
+    a,  # [SEGMENTS, N, D] each: in, the end of each segment from the empty state; out, the state before it
     b,
     m,
     w,  # [D]
@@ -219,7 +222,7 @@ def rwkv4_join_kernel(
     C: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """From segment to segment of a sequence, ``m <- max(n w + m, end_m)`` for its n tokens, and a and b accordingly."""
+    """The state before each segment: ``m <- max(n w + m, end_m)`` for n tokens, and a and b."""
     tile, n, _ = split_program(tl.cdiv(D, BD), N)
     d = (tile * BD).to(tl.int32) + tl.arange(0, BD)
     in_d = d < D
@@ -237,7 +240,7 @@ def rwkv4_join_kernel(
         after = tl.maximum(m_ + tokens * w_, own_m)
         total = tokens * w_ + (m_ - after)
         written = tl.exp(own_m - after)
-        # A segment without tokens leaves the state as it is, to the bit, also what is not finite.
+        # A segment without tokens leaves every bit of the state as it is, finite or not.
         a_ = tl.where(tokens > 0, decayed(a_, total) + written * own_a, a_)
         b_ = tl.where(tokens > 0, decayed(b_, total) + written * own_b, b_)
         m_ = tl.where(tokens > 0, after, m_)
@@ -245,10 +248,10 @@ def rwkv4_join_kernel(
 
 @triton.jit(do_not_specialize=["T", "N", "SEGMENTS"])
 def rwkv4_join_gradient_kernel(
-    da,  # [SEGMENTS, N, D] each: of the state before each segment from its own outputs, and then of the one after it
+    da,  # [SEGMENTS, N, D] each: in, of the state before a segment through its outputs; out, of the one after
     db,
     start_m,  # [SEGMENTS, N, D]: the maximum before each segment
-    end_m,  # [SEGMENTS, N, D]: the one after it, which may be rounded otherwise than the next start
+    end_m,  # [SEGMENTS, N, D]: the maximum after it, whose rounding may differ from that of the next start
     w,  # [D]
     d_final_a,  # [N, D] each
     d_final_b,
@@ -260,7 +263,7 @@ def rwkv4_join_gradient_kernel(
     C: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """The gradients of a and b, backwards from segment to segment, each for the maximum that these were divided by."""
+    """The gradients of a and b, backwards from segment to segment, each at its own maximum."""
     tile, n, _ = split_program(tl.cdiv(D, BD), N)
     d = (tile * BD).to(tl.int32) + tl.arange(0, BD)
     in_d = d < D
@@ -314,10 +317,10 @@ def rwkv4_gradient_kernel(
     C: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Fill what is given of the gradients, backwards in time, one segment of one sequence in a program.
+    """Fills the given gradients, backwards in time, one segment of one sequence per program.
 
-    The states of a chunk are computed again, from the one before it, and what its tokens need is kept in registers.
-    With `past_t` and `present_t`, the shares of `_read`, times ``do_t``:
+    The states of a chunk are computed again, from the one before it, and kept in registers. With `past_t` and
+    `present_t`, the weights of `_read`, times ``do_t``:
 
         da_{t-1} = kept_t da_t + past_t             dv_t = written_t da_t + present_t
         db_{t-1} = kept_t db_t - past_t o_t         dk_t = written_t (v_t da_t + db_t) + present_t (v_t - o_t)
@@ -381,7 +384,7 @@ def rwkv4_gradient_kernel(
         total = tl.fma(left.to(tl.float32), w_, begun_m - m)
         da, db = decayed(begun_a, total) + added_a, decayed(begun_b, total) + added_b
 
-    # 4. What is wanted of the segment.
+    # 4. The results of the segment.
     if dw is not None:
         tl.store(dw + at_end, dw_, mask=in_d)
     if du is not None:
@@ -392,7 +395,7 @@ def rwkv4_gradient_kernel(
     if d_initial_b is not None:
         tl.store(d_initial_b + n * D + d, db.to(d_initial_b.dtype.element_ty), mask=first)
     if d_initial_m is not None:
-        # The maximum is a constant, but for the copy of it that a sequence without tokens returns.
+        # The maximum is a constant, except for the copy that a sequence without tokens returns.
         dm = tl.zeros([BD], tl.float32)
         if d_final_m is not None:
             dm += _load(d_final_m, n * D + d, first & (lo == hi))

@@ -1,7 +1,7 @@
 """The registered ops of RWKV-4: `inputs` lists their arguments, `eager` computes them in PyTorch.
 
-Why this is no call of the elementwise scan: numerator and denominator share their weights, whose maximum is found on
-the way. In one kernel keys and values are read and the output written, and nothing in between.
+It is no call of the elementwise scan: numerator and denominator share their weights, whose maximum is
+computed along the way. One kernel reads keys and values and writes the output, without intermediate tensors.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ recurrent, steps = _ops["recurrent"], _ops["steps"]
 
 
 def chunk(*args: Any) -> Results:
-    """``(o [B, T, D], final_a [N, D], final_b [N, D], final_m [N, D])``, also where ranks share the tokens."""
+    """``(o [B, T, D], final_a [N, D], final_b [N, D], final_m [N, D])``, also sequence parallel."""
     ranks = sharing()
     results: Results = _ops["chunk"](*args) if ranks is None else _across(ranks, Inputs(*args))
     return results
 
 
 def _across(ranks: Ranks, inputs: Inputs) -> Results:
-    """Every rank joins what the tokens of all ranks do to a state, and computes its own tokens from there."""
+    """Sequence parallel: every rank joins all transitions, and computes its tokens from there."""
     v, k, w, u, cu_seqlens = *inputs[:4], inputs.cu_seqlens
     initial: Any = inputs[4:7]
     (B, T, D), N, dtype = v.shape, sequence_count(v, cu_seqlens), state_dtype(v.dtype)
     empty = always_true(T == 0)
     if empty:
-        # One token that is in no sequence takes part in all gathers. It is a sum of nothing, not a constant, since a
-        # compiler would join the gathers of constants.
+        # A token in no sequence lets this rank take part in all gathers. It is an empty sum, not a constant,
+        # since a compiler would merge gathers of constants.
         v, k = (x.sum((0, 1))[None, None] for x in (v, k))
         cu_seqlens = torch.zeros(N + 1, dtype=torch.int32, device=v.device)
     _, a, b, m = _ops["chunk"](v, k, w, u, None, None, None, cu_seqlens)
@@ -58,11 +58,12 @@ def _across(ranks: Ranks, inputs: Inputs) -> Results:
     sums = of_all(ranks, torch.stack([a, b]))
     others = gathered(ranks, torch.stack([m.detach(), count]))
     first_a, first_b, first_m = (torch.zeros_like(m) if x is None else x.to(dtype) for x in initial)
-    # `LOWEST` by its value: Dynamo would take the constant of another module for an input.
+    # `LOWEST` by its value: Dynamo would take a constant of another module for an input.
     states = [eager.State(first_a, first_b, torch.where(first_b == 0, -1e38, first_m))]
     for (a, b), (m, tokens) in zip(sums, others):
         states.append(eager.join(states[-1], eager.State(a, b, m), w.to(dtype), tokens))
-    # Selected from all, so that the first rank too has the gather in its graph, whose backward is one of all ranks.
+    # Selected from the states of all ranks, so that the first rank's graph has the gather too: all ranks run
+    # its backward.
     start = (torch.stack(x)[ranks.rank] for x in zip(*states, strict=True))
     o, *_ = _ops["chunk"](v, k, w, u, *start, cu_seqlens)
     a, b, m = states[-1]

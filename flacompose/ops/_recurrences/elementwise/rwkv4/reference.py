@@ -1,6 +1,7 @@
-"""The recurrence as the paper writes it, token by token: the specification of this family.
+"""The recurrence as the paper writes it, token by token: the specification of RWKV-4.
 
-RWKV, https://arxiv.org/abs/2305.13048, appendix D: equations 16 to 18 with sums that are kept divided by ``exp(m_t)``.
+RWKV, https://arxiv.org/abs/2305.13048, appendix D: equations 16 to 18 with sums that are stored divided by
+``exp(m_t)``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def rwkv4(
     initial_b: Tensor | None = None,
     initial_m: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``m_t = max(w + m_{t-1}, k_t)``, a constant in derivatives; before anything is written, it says nothing."""
+    """``m_t = max(w + m_{t-1}, k_t)``, a constant in derivatives; meaningless before the first write."""
     a = torch.zeros_like(v[:, 0]) if initial_a is None else initial_a
     b = torch.zeros_like(a) if initial_b is None else initial_b
     m = torch.full_like(a, LOWEST) if initial_m is None else initial_m.detach().clamp(min=LOWEST)

@@ -1,4 +1,4 @@
-"""Launches of the Triton kernel: what CUDA runs, in float32, bfloat16 and float16."""
+"""Launches of the Triton kernel on CUDA, in float32, bfloat16 and float16."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.elementwise.scan.inputs import Inputs
 from flacompose.ops._recurrences.elementwise.scan.kernels import scan_kernel
 
-# Tokens of a tile, a divisor of `UNIT`, and pipeline stages: of a scan, of one that finds segments' ends, and by token.
+# (tokens of a tile, a divisor of `UNIT`; pipeline stages): of a scan, of a scan for segments' ends, and by
+# token.
 SCAN_CONFIG, END_CONFIG, TOKEN_CONFIG = (8, 4), (16, 1), (1, 1)
 
 
@@ -49,8 +50,8 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     g = g.contiguous()
     if call.wants("g"):
         dg = scan.per_token(scan.D, dtype=g.dtype)
-        # The decayed states are in `dg` until it overwrites them, unless it is float16, whose range does not reach
-        # down to what strong gates leave of them.
+        # `dg` holds the decayed states until the gradients overwrite them, unless it is float16, whose range
+        # is too small for strongly decayed states.
         decayed = dg if g.dtype != torch.float16 else scan.per_token(scan.D, dtype=torch.float32)
         sweep = partial(scan.sweep, x.contiguous(), g)
         sweep(initial=scan.row.starts(sweep, initial_state), out=decayed, DECAYED=True)
@@ -71,7 +72,7 @@ class _Launches(Sequences):
         self.by_token = by_token
         self.BD = block(self.D, 256 if by_token else 64)
         self.tiles = tile_count(self.D, self.BD)
-        # A segment has 2,048 tokens at least, and so 64 times 32.
+        # In units of 32 tokens a segment has at least 64 * 32 = 2,048.
         self.row = Segments(self, 0 if by_token else self.T // 32, self.tiles, (self.D,), {"gv": "sum_g"})
 
     def forward(
@@ -94,7 +95,7 @@ class _Launches(Sequences):
         stride: int | None = None,
         **tensors: Tensor | None,
     ) -> None:
-        """Launch `scan_kernel`, which fills what is given. By token and with `count`, `final` is that many states."""
+        """Launch `scan_kernel`, which fills the given results. By token, `final` may be `count` states."""
         C, stages = END_CONFIG if "ends" in tensors else TOKEN_CONFIG if self.by_token else SCAN_CONFIG
         given: dict[str, Tensor | None] = dict.fromkeys(
             ("initial", "decayed_h", "out", "dg", "ends", "sum_g", "final")

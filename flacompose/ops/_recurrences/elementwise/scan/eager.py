@@ -1,11 +1,11 @@
-"""Chunked PyTorch for the elementwise scan: what every device without a Triton kernel runs.
+"""Chunked PyTorch of the elementwise scan, for every device without a Triton kernel.
 
     h_t = exp(g_t) * h_{t-1} + x_t        o_t = h_t
 
-All chunks are swept at once, token by token, twice: from zero, to find what each adds to the state, which is then swept
-from chunk to chunk; and from the state before each. What a chunk leaves of a state is the exponential of the sum of its
-gates, so a gate of -inf is a weight of 0 and nothing cancels. Backwards in time likewise. All is functional and
-differentiable to any order.
+All chunks are scanned in parallel, token by token, twice: from zero, for the transition of each chunk; and,
+after state passing from chunk to chunk, from the state before each. The decay of a chunk is the exponential
+of the sum of its gates, so a gate of -inf is a weight of 0 and nothing cancels. Backwards in time likewise.
+Everything is functional and differentiable to any order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     x, g, initial_state, cu_seqlens = call.inputs
     scan = _Scan(x, g, cu_seqlens)
     x_, do_ = scan.tokens(x), scan.tokens(call.do)
-    # exp(g_t) * h_{t-1}, what is left of the state.
+    # exp(g_t) * h_{t-1}, the decayed state.
     left = []
     if call.wants("g"):
         h, _ = scan.states(x_, initial_state)
@@ -67,7 +67,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 
 
 class _Scan:
-    """The chunks of one call, as `Chunks` cuts them: one head, of keys of size 1."""
+    """The chunks of one call, cut by `Chunks`: one head, with keys of size 1."""
 
     def __init__(self, x: Tensor, g: Tensor, cu_seqlens: Tensor | None) -> None:
         self.chunks = Chunks(x, cu_seqlens)
@@ -91,7 +91,7 @@ class _Scan:
     ) -> tuple[Tensor, Tensor]:
         """The state before each chunk, ``[B, 1, R, D]``, and after the last of each sequence, ``[N, D]``.
 
-        With `reverse`, backwards in time, where what is passed on is ``exp(g_t) * dh_t``.
+        With `reverse`, backwards in time, where ``exp(g_t) * dh_t`` is passed on.
         """
         h = torch.zeros_like(x[0])
         if reverse:

@@ -1,4 +1,4 @@
-"""What the ops of the elementwise scan take and return."""
+"""The signature of the elementwise scan: its arguments and results."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Triton kernel for the elementwise scan: a sweep over a sequence, its state in registers.
+"""Triton kernel of the elementwise scan over a sequence, its state in registers.
 
-Forwards in time it gives h or, for the gradient of gates, the decayed state ``exp(g_t) * h_{t-1}`` to which each token
-is added; backwards it gives the gradients.
+Forwards in time it computes h or, for the gradient of gates, the decayed state ``exp(g_t) * h_{t-1}`` before
+each token; backwards it computes the gradients.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from flacompose.ops._tiles.blocks import (
     state_number,
 )
 
-UNIT = tl.constexpr(16)  # segments have a multiple of so many tokens, whatever the tile
+UNIT = tl.constexpr(16)  # segments have a multiple of this many tokens, for all tiles
 
 
 @triton.jit
 def _join(decay, state, a, e, next_decay, next_state, next_a, next_e):
-    """Joins two runs of steps ``h <- a * h + e``, each given by decay and state before its last step, and that step."""
+    """Joins two spans of ``h <- a * h + e``: decay and state before the last step, and that step."""
     return decay * a * next_decay, (state * a + e) * next_decay + next_state, next_a, next_e
 
 
 @triton.jit
 def _before(a, e):
-    """The decay and the state before each step of ``h <- a * h + e`` along the second axis, begun at 0."""
+    """The decay and the state before each step of ``h <- a * h + e`` along the second axis, started at 0."""
     steps = tl.full(a.shape, 1.0, tl.float32), tl.zeros_like(e), a, e
     decay, state, _, _ = tl.associative_scan(steps, 1, _join)
     return decay, state
@@ -50,7 +50,7 @@ def scan_kernel(
     T,
     N,
     SEGMENTS,
-    count,  # where C is 1, how many states are stored, those that `state_number` says; None for the final one alone
+    count,  # with C = 1, the number of stored states, see `state_number`; None for the final one alone
     stride,
     D: tl.constexpr,
     C: tl.constexpr,
@@ -61,15 +61,15 @@ def scan_kernel(
 ):
     """``h <- exp(g_t) * h + x_t``, or with `REVERSE`, backwards in time, ``dh_t = do_t + exp(g_{t+1}) * dh_{t+1}``.
 
-    One program sweeps one segment of one sequence. It begins at zero if there is no `initial`, and stores what is given
-    of `out`, `dg`, `ends` and `final`. What is carried backwards is ``exp(g_t) * dh_t``, the gradient of the state
-    before the token.
+    One program has one segment of one sequence. It starts at zero if `initial` is absent, and stores those of
+    `out`, `dg`, `ends` and `final` that are given. Backwards, the scan carries ``exp(g_t) * dh_t``, the
+    gradient of the state before the token.
     """
     tile, segment, n = split_program(tl.cdiv(D, BD), SEGMENTS)
     if is_idle(segment, SEGMENTS, ends, out is not None or dg is not None):
         return
-    # Axes in this order, tokens the second, give a thread two channels and all tokens of a tile: its scan crosses no
-    # threads where BD is 64.
+    # With this order of axes, tokens second, a thread has two channels and all tokens of a tile: its scan
+    # crosses no threads if BD is 64.
     d = (tile * BD).to(tl.int32) + tl.arange(0, BD // 2)[:, None] * 2 + tl.arange(0, 2)[None, :]
     in_d = d < D
     lo, hi, _ = find_sequence(n, T, cu_seqlens, C)
@@ -86,7 +86,7 @@ def scan_kernel(
 
     t = tl.arange(0, C)[None, :, None]
     from_start = (-t if REVERSE else t) * D + d[:, None, :]
-    # With stages of its own: those of a launch are for loads that feed products.
+    # The loop has its own number of stages: that of a launch is for loads that feed products.
     for i in tl.range(begin, stop, num_stages=STAGES):
         # 2. The tokens of a tile. Past the end nothing decays, and nothing is added.
         mask = t < (hi - lo - i * C).to(tl.int32)
@@ -97,7 +97,7 @@ def scan_kernel(
         g_ = tl.load(g + start + from_start, mask=mask, other=0.0).to(tl.float32)
         a_ = tl.exp(g_)
         e_ = a_ * x_ if REVERSE else x_
-        # 3. The states before its tokens, begun at 0, and with these the results.
+        # 3. The states before its tokens, started at 0, and the results that follow from them.
         decay, before = _before(a_, e_)
         end = tl.sum(tl.where(t == C - 1, a_ * before + e_, 0.0), 1)
         if ends is None:
@@ -115,7 +115,7 @@ def scan_kernel(
             elif out is not None:
                 out_ = a_ * before if DECAYED else a_ * before + x_
                 tl.store(out + start + from_start, out_.to(out.dtype.element_ty), mask=mask)
-        # 4. The state after it.
+        # 4. The state after the tile.
         total = tl.sum(g_, 1)
         h = decayed(h, total) + end
         if sum_g is not None:
@@ -125,7 +125,7 @@ def scan_kernel(
             if place >= 0:
                 tl.store(final + (n * count + place) * D + d, h, mask=in_d)
 
-    # 5. What is wanted of the segment.
+    # 5. The results of the segment.
     if sum_g is not None:
         tl.store(sum_g + at_end, gates, mask=in_d)
     if ends is not None:

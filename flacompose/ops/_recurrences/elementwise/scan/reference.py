@@ -1,4 +1,4 @@
-"""The recurrence as the paper writes it, token by token: the specification of this family.
+"""The recurrence as the paper writes it, token by token: the specification of the elementwise scan.
 
 HGRN, https://arxiv.org/abs/2311.04823, section 3: its real form, ``f_t = exp(g_t)`` and ``x_t = (1 - f_t) * i_t``.
 """

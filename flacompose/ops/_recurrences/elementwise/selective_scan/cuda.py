@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels: what CUDA runs, in float32, bfloat16 and float16."""
+"""Launches of the Triton kernels on CUDA, in float32, bfloat16 and float16."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from flacompose.ops._recurrences.elementwise.selective_scan.kernels import (
     selective_scan_kernel,
 )
 
-# Tokens of a chunk, before which the backward keeps the state: S / 16 float32 numbers for each input.
+# Tokens of a chunk. The state before each chunk is kept for the backward: S / 16 float32 numbers per input.
 CHUNK = 16
-# Numbers of a state in a tile at most; the sums of several tiles are added up outside the kernels.
+# The most numbers of a state in a tile. Sums of several tiles are added up outside the kernels.
 STATES = 16
-# Tokens of a tile, a divisor of `CHUNK`, and its channels at most.
+# (tokens of a tile, a divisor of `CHUNK`; its most channels).
 SWEEP, GRADIENT = (16, 32), (8, 16)
 
 
@@ -79,8 +79,8 @@ class _Launches(Sequences):
         super().__init__(x, cu_seqlens, CHUNK)
         self.D, self.S = A.shape
         self.G = B.shape[2]
-        # All channels read B and C, so they are converted once and not by each. Where tokens are last in memory, stack
-        # takes that for the layout of images, which it keeps.
+        # All channels read B and C, so they are converted once, not by each channel. `contiguous`, because
+        # stack keeps the layout of images if tokens are last in memory.
         BC = torch.stack((B, C), 3).float().contiguous()
         self.BS = min(1 << (self.S - 1).bit_length(), STATES)
         self.state_tiles = tile_count(self.S, self.BS)
@@ -89,28 +89,28 @@ class _Launches(Sequences):
         self.arguments |= {"CHUNK": CHUNK, "BS": self.BS}
 
     def per_channel(self, dtype: torch.dtype) -> Tensor:
-        """Memory for what is a sum over the states: each tile of them has its own, in float32, if there are several."""
+        """Memory for a sum over the states: for each of several tiles, in float32."""
         if self.state_tiles == 1:
             return self.per_token(self.D, dtype=dtype)
         return self.per_token(self.state_tiles, self.D, dtype=torch.float32)
 
     def summed(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """``[B, T, D]`` of what `per_channel` gave."""
+        """``[B, T, D]``, the sum over the tiles of memory from `per_channel`."""
         x = self.batched(x)
         return x if self.state_tiles == 1 else x.sum(2).to(dtype)
 
     def per_group(self) -> Tensor:
-        """Memory for what is a sum over the channels of a group: each tile of them has its own."""
+        """Memory for a sum over the channels of a group: each tile of channels has its own."""
         return self.per_token(self.tiles(GRADIENT)[1], self.G, self.S, dtype=torch.float32)
 
     def tiles(self, config: tuple[int, int]) -> tuple[int, int]:
-        """The channels of a tile, and how many tiles a group has."""
+        """The number of channels of a tile, and of tiles of a group."""
         P = self.D // self.G
         BD = min(1 << (P - 1).bit_length(), config[1])
         return BD, tile_count(P, BD)
 
     def forwards(self, x: Tensor, initial: Tensor | None, **tensors: Tensor | None) -> None:
-        """Fill what is given of `y`, `before` and `final`."""
+        """Fill `y`, `before` and `final`, if given."""
         row = self.row(SWEEP)
         sweep = partial(self.sweep, row.count, x, False)
         sweep(initial=row.starts(sweep, initial), **tensors)
@@ -123,7 +123,7 @@ class _Launches(Sequences):
         wants_A: bool,
         **tensors: Any,
     ) -> Tensor | None:
-        """Fill what is given of the gradients, return that of A."""
+        """Fill the given gradients, and return that of A."""
         row, (programs, sizes) = self.row(GRADIENT), self._sizes(GRADIENT)
         dA = None
         if wants_A:
@@ -143,19 +143,20 @@ class _Launches(Sequences):
         return dA[: row.count].sum((0, 1)) if row.split else dA.sum(0)
 
     def sweep(self, SEGMENTS: int, x: Tensor, reverse: bool = False, **tensors: Tensor | None) -> None:
-        """Launch `selective_scan_kernel`, which fills what is given."""
+        """Launch `selective_scan_kernel`, which fills the given results."""
         programs, sizes = self._sizes(SWEEP)
         absent = dict.fromkeys(("initial", "y", "before", "ends", "sum_dt", "final"))
         given = {**absent, **tensors, **self.arguments, "x": x, "SEGMENTS": SEGMENTS, "REVERSE": reverse}
         launch(selective_scan_kernel, (self.N * programs * SEGMENTS,), **given, **sizes)
 
     def _sizes(self, config: tuple[int, int]) -> tuple[int, dict[str, int]]:
-        """How many programs sweep a segment, and the sizes of their tiles."""
+        """The number of programs of a segment, and the sizes of their tiles."""
         BD, tiles = self.tiles(config)
         return self.state_tiles * self.G * tiles, {"TOKENS": config[0], "BD": BD, "num_warps": 1}
 
     def row(self, config: tuple[int, int]) -> Segments:
-        """The segments of a row, where tiles are those of `config`."""
-        # A segment has 2,048 tokens at least, and so 64 times 32. Programs of one warp are small: twice as many.
+        """The segments of a row, for the tiles of `config`."""
+        # In units of 32 tokens a segment has at least 64 * 32 = 2,048. Programs of one warp are small, so
+        # twice as many run.
         programs, state = tile_count(self._sizes(config)[0], 2), (self.D, self.S)
         return Segments(self, self.T // 32, programs, state, {"gk": "sum_dt"}, self.arguments["A"])

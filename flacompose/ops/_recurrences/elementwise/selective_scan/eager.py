@@ -1,12 +1,13 @@
-"""Chunked PyTorch for the selective scan: what every device without a Triton kernel runs.
+"""Chunked PyTorch of the selective scan, for every device without a Triton kernel.
 
     h_t = exp(dt_t A) * h_{t-1} + dt_t x_t B_t^T        y_t = h_t C_t
 
-The states of all tokens would be S times as large as the inputs, so they are made of one segment of chunks at a time.
-Within a segment all chunks are swept at once, token by token, twice: from zero, to find what each adds to the state,
-which is then swept from chunk to chunk; and from the state before each. Exponents are products of A and time steps, or
-sums of time steps, and nothing is divided by what they give. Backwards in time likewise, the states of a segment being
-computed again from the states before its chunks. All is functional and differentiable to any order.
+The states of all tokens would be S times as large as the inputs, so they are computed for one cache block of
+chunks at a time. Within a block all chunks are scanned in parallel, token by token, twice: from zero, for the
+transition of each chunk; and, after state passing from chunk to chunk, from the state before each. Exponents
+are products of A and time steps, or of A and sums of time steps, and nothing is divided by their
+exponentials. Backwards in time likewise; the states of a block are computed again from the states before its
+chunks. Everything is functional and differentiable to any order.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         x, dt = segment.x, segment.dt
         after = segment.sweep(sweep, segment.ends(reverse=True))
         if wants("dt", "A", "C"):
-            # exp(dt_t A) * h_{t-1}, what is left of the state, and what the token adds.
+            # exp(dt_t A) * h_{t-1}, the decayed state, and the added terms of tokens.
             left, writes = (torch.stack(parts) for parts in zip(*segment.states(before.pop()), strict=True))
         if wants("C"):
             dC.append((segment.dy.unsqueeze(-2) @ (left + writes)).squeeze(-2))
@@ -81,7 +82,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 
 
 class _Scan:
-    """The chunks of one call, as `Chunks` cuts them: groups of P channels, with states ``[P, S]``, are its heads."""
+    """The chunks of one call, cut by `Chunks`: its heads are groups of P channels."""
 
     def __init__(self, inputs: Inputs, dy: Tensor | None = None) -> None:
         x, dt, A, B, C, _, cu_seqlens = inputs
@@ -106,12 +107,12 @@ class _Scan:
         return sweep.end().flatten(1, 2).clone()
 
     def join(self, segments: list[Tensor]) -> Tensor:
-        """``[B, T, G, ...]`` of what the tokens of all segments have."""
+        """``[B, T, G, ...]`` from the tokens of all cache blocks."""
         return self.chunks.join(*(x.movedim(0, 3) for x in segments))
 
 
 class _Segment:
-    """The tokens of a segment, each tensor ``[C, B, G, R, ...]``: those at one place of all its chunks lie together."""
+    """The tokens of a cache block, as tensors ``[C, B, G, R, ...]``, the place in a chunk first."""
 
     def __init__(self, scan: _Scan, chunks: Chunks) -> None:
         def split(x: Tensor) -> Tensor:
@@ -128,7 +129,7 @@ class _Segment:
             self.reads = self.dy.unsqueeze(-1) * self.C.unsqueeze(-2)
 
     def ends(self, reverse: bool = False) -> Tensor:
-        """The state after each chunk, begun at 0; with `reverse`, the gradient of the state before it."""
+        """The state after each chunk, started at 0; with `reverse`, the gradient of the state before it."""
         h = torch.zeros_like(self.decays[0])
         if reverse:
             for a, read in zip(self.decays.unbind()[::-1], self.reads.unbind()[::-1], strict=True):
@@ -139,12 +140,12 @@ class _Segment:
         return h
 
     def sweep(self, sweep: Sweep, ends: Tensor) -> Tensor:
-        """Takes the state on over these chunks, and returns it before each; backwards, its gradient after each."""
+        """State passing over these chunks: the state before each; backwards, its gradient after each."""
         total = (self.dt.sum(0).unsqueeze(-1) * self.A).exp()
         return sweep.over(self.at, lambda i, S: torch.addcmul(ends[:, :, i], total[:, :, i], S))
 
     def states(self, h: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Of each token what is left of the state before it, and what it adds, from the state before each chunk."""
+        """For each token the decayed state before it and its added term, from the state before each chunk."""
         states = []
         for a, write in zip(self.decays, self.writes, strict=True):
             states.append((a * h, write))

@@ -1,4 +1,4 @@
-"""What the op of the selective scan takes and returns."""
+"""The signature of the selective scan: its arguments and results."""
 
 from __future__ import annotations
 

@@ -1,16 +1,18 @@
-"""Triton kernels for the selective scan: sweeps over a sequence, a tile of channels with their states in registers.
+"""Triton kernels of the selective scan: a tile of channels with their states is in registers.
 
-A program is one warp, so no thread waits for another warp. It goes from token to token. The tokens of a tile are
-unrolled, so the loads of some overlap with the arithmetic of others. What a step is made of, ``exp(dt_t A)`` and
-``dt_t x_t B_t``, is in registers only. The two kernels place the states of a tile differently:
+A program is one warp, so no thread waits for another warp. It goes from token to token. The tokens of a tile
+are unrolled, so the loads of some overlap with the arithmetic of others. The terms of a step, ``exp(dt_t A)``
+and ``dt_t x_t B_t``, are in registers only. The two kernels distribute the states of a tile differently:
 
-- A sweep sums over the numbers of a state, and never over channels. A thread has a channel with all of its states.
-- Gradients are sums over both. A thread has 4 numbers of the states of a few channels, 4 threads have all of a channel,
-  and 8 threads lie side by side along the channels.
+- The forward scan sums over the numbers of a state, and never over channels. A thread has a channel with
+all its states.
+- Gradients are sums over both. A thread has 4 numbers of the states of a few channels, 4 threads have all
+of a channel, and 8 threads are side by side along the channels.
 
-Triton places a tile as its loads and stores are fastest. In the gradient kernel, whose tiles are ``[BD, BS]`` as states
-lie in memory, that is the place above. A sweep therefore loads its states number by number (`_load_states`): for tiles
-``[BS, BD]`` without loads of whole tiles, Triton puts all threads side by side along the last axis.
+Triton distributes a tile so that its loads and stores are fastest. In the gradient kernel, whose tiles are
+``[BD, BS]`` like the states in memory, this is the distribution above. The forward scan therefore loads its
+states number by number (`_load_states`): for tiles ``[BS, BD]`` without loads of whole tiles, Triton puts all
+threads side by side along the last axis.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _place(tile, P: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr):
-    """A program's tile of the states, its group, its tile in the group, and its channels and states with their masks.
+    """A program's tile of states, group, tile in the group, and channels and states with masks.
 
     A group has P channels, in tiles of its own.
     """
@@ -51,8 +53,8 @@ def _place(tile, P: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, BD: tl.cons
 def _of_states(BC, j, left, s, in_s, G: tl.constexpr, S: tl.constexpr, BS: tl.constexpr):
     """Numbers `s` of ``BC [tokens, G, 2, S]``, of the token `j` and one group.
 
-    Where there is no such token, it loads those of the last of the `left` tokens: the time step is 0 there, and a load
-    without a mask takes fewer instructions.
+    Past the end it loads the last of the `left` tokens: the time step is 0 there, and a load without a mask
+    takes fewer instructions.
     """
     at = BC + tl.minimum(j, left - 1) * (2 * G * S) + s
     if S % BS == 0:
@@ -64,13 +66,13 @@ def _of_states(BC, j, left, s, in_s, G: tl.constexpr, S: tl.constexpr, BS: tl.co
 
 @triton.jit
 def _decay(A, dt):
-    """``exp(dt A)`` for each channel and state. `LOG2_E` is multiplied once for each channel, not for each state."""
+    """``exp(dt A)`` for each channel and state. `LOG2_E` is a factor of each channel, not of each state."""
     return tl.exp2(A * (dt * LOG2_E))
 
 
 @triton.jit
 def _load_states(x, state_tile, d, in_d, S: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr):
-    """``x [D, S]`` as a tile ``[BS, BD]`` in float32, a thread with all numbers of its channel."""
+    """``x [D, S]`` as a tile ``[BS, BD]`` in float32; a thread has all numbers of its channel."""
     states = tl.zeros([BS, BD], tl.float32)
     for i in tl.static_range(BS):
         s = state_tile * BS + i
@@ -104,12 +106,14 @@ def selective_scan_kernel(
     BD: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """``h <- exp(dt_t A) * h + dt_t x_t B_t^T``, or with `REVERSE`, backwards, ``c <- exp(dt_t A) * (c + dy_t C_t^T)``.
+    """``h <- exp(dt_t A) * h + dt_t x_t B_t^T``, or ``c <- exp(dt_t A) * (c + dy_t C_t^T)`` with `REVERSE`.
 
-    One program sweeps one segment of one sequence. It begins at zero if there is no `initial`, and stores what is given
-    of `y`, `before`, `ends` and `final`. Backwards, segment 0 is the last in time.
+    One program has one segment of one sequence. It starts at zero if `initial` is absent, and stores those of
+    `y`, `before`, `ends` and `final` that are given. With `REVERSE` it goes backwards in time, and segment 0
+    is the last.
 
-    From tile to tile, `h` is decayed by all of the tile at once, and what its tokens add, `added`, is computed apart.
+    From tile to tile, `h` is decayed by the whole tile at once, and the contribution of its tokens, `added`,
+    is computed separately.
     """
     tile, segment, n = split_program(tl.cdiv(S, BS) * G * tl.cdiv(D // G, BD), SEGMENTS)
     if is_idle(segment, SEGMENTS, ends, y is not None or before is not None):
@@ -129,8 +133,8 @@ def selective_scan_kernel(
         h = _load_states(initial + at_end * D * S, state_tile, d, in_d, S, BS, BD)
     steps = tl.zeros([BD], tl.float32)
 
-    # 2. What tokens need is loaded with the tile before theirs: of channels into registers, of states by a pipeline of
-    # two stages into shared memory, from where every thread reads them.
+    # 2. The operands of tokens are loaded one tile ahead: those of channels into registers, those of states
+    # by a pipeline of two stages into shared memory, where every thread reads them.
     next_token = lo + (tl.maximum(stop - 1, 0) if REVERSE else begin) * TOKENS
     next_x = tile_of_channels(x, next_token, hi, d, in_d, D, TOKENS, REVERSE)
     next_dt = tile_of_channels(dt, next_token, hi, d, in_d, D, TOKENS, REVERSE)
@@ -166,14 +170,14 @@ def selective_scan_kernel(
                     y_tile = y + (token * tl.cdiv(S, BS) + state_tile) * D
                     tl.store(y_tile + j * tl.cdiv(S, BS) * D + d, y_, mask=in_d & (j < left))
             total += dt_
-        # 4. The state after it.
+        # 4. The state after the tile.
         h = decayed(begun, A_ * total[None, :]) + added
         if sum_dt is not None:
             steps += total
 
-    # 5. What is wanted of the segment.
+    # 5. The results of the segment.
     if sum_dt is not None:
-        # The tiles of the states all store the same.
+        # All tiles of states store the same number.
         tl.store(sum_dt + at_end * D + d, steps, mask=in_d)
     if ends is not None:
         tl.store(ends + at_end * D * S + at_state, h, mask=in_state)
@@ -190,7 +194,7 @@ def selective_scan_gradient_kernel(
     BC,  # [tokens, G, 2, S], float32: B and C
     dy,  # [tokens, D]
     before,  # [chunks, D, S]: the state before each chunk; None where no gradient needs states
-    d_final,  # [SEGMENTS, N, D, S], after each segment, of which the first is the last in time
+    d_final,  # [SEGMENTS, N, D, S], after each segment; segment 0 is the last in time
     dx,  # [tokens, state tiles, D]
     ddt,  # [tokens, state tiles, D]
     dA,  # [SEGMENTS, N, D, S]: the sum over the tokens of each segment
@@ -209,12 +213,12 @@ def selective_scan_gradient_kernel(
     BS: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Fill what is given of the gradients, backwards in time, one segment of one sequence in a program.
+    """Fills the given gradients, backwards in time, one segment of one sequence per program.
 
-    With ``dh_t = dy_t C_t^T + exp(dt_{t+1} A) * dh_{t+1}``, the gradient of ``dt_t x_t`` is ``dh_t B_t``. What is
-    carried is ``c_t = exp(dt_t A) * dh_t``, the gradient of the state before the token, and the gradient of ``dt_t A``
-    is ``c_t * h_{t-1}``. The states of a tile of tokens are computed again, from the one before its chunk, and all are
-    kept in registers.
+    With ``dh_t = dy_t C_t^T + exp(dt_{t+1} A) * dh_{t+1}``, the gradient of ``dt_t x_t`` is ``dh_t B_t``. The
+    scan carries ``c_t = exp(dt_t A) * dh_t``, the gradient of the state before the token, and the gradient of
+    ``dt_t A`` is ``c_t * h_{t-1}``. The states of a tile of tokens are computed again, from the state before
+    its chunk, and kept in registers.
     """
     tile, segment, n = split_program(tl.cdiv(S, BS) * G * tl.cdiv(D // G, BD), SEGMENTS)
     state_tile, group, channel_tile, d, in_d, s, in_s = _place(tile, D // G, S, BS, BD)
@@ -233,7 +237,7 @@ def selective_scan_gradient_kernel(
 
     for i in range(begin, stop):
         chunk = begin + stop - 1 - i
-        # As in the sweep, but of a chunk.
+        # As in `selective_scan_kernel`, but for a chunk.
         begun, added = c, tl.zeros([BD, BS], tl.float32)
         total = tl.zeros([BD], tl.float32)
         for k in range(CHUNK // TOKENS):
@@ -292,12 +296,13 @@ def selective_scan_gradient_kernel(
                     if dA is not None:
                         dA_ += d_exponent * dt_[:, None]
                     if ddt is not None:
-                        # Such a rate gives a time step no gradient, which could overflow at one of 0.
+                        # Rates this low give a time step no gradient, which could overflow at a time step of
+                        # 0.
                         d_of_dt = tl.where(A_ < FORGETS, 0.0, d_exponent * A_)
                         ddt_j = x_ * d_product + tl.sum(d_of_dt, 1)
                         ddt_ = tl.where(column_of_token, ddt_j[:, None], ddt_)
 
-            # 4. What is wanted of the tile.
+            # 4. The results of the tile.
             in_channels = in_d[:, None] & (t < left)[None, :]
             at_channels = state_tile * D + t[None, :] * (tl.cdiv(S, BS) * D) + d[:, None]
             at_channels = token * (tl.cdiv(S, BS) * D) + at_channels
@@ -314,7 +319,7 @@ def selective_scan_gradient_kernel(
                 tl.store(dC + at_sums, dC_, mask=in_states)
         c = decayed(begun, A_ * total[:, None]) + added
 
-    # 5. What is wanted of the segment.
+    # 5. The results of the segment.
     if dA is not None:
         tl.store(dA + at_end * D * S + at_state, dA_, mask=in_state)
     if d_initial is not None:

@@ -1,9 +1,10 @@
 """The registered ops of the selective scan: `inputs` lists their arguments, `eager` computes them in PyTorch.
 
-Why this is no flag of the elementwise scan: there the state is as large as the inputs, so its kernel moves data and
-keeps no more than a tile of it. Here the state is S times as large, and made of the inputs within the kernel; it is
-summed over S before anything is written, gradients are sums over S or over channels, and the states that the backward
-computes again have to fit between chunks. The two share the bounds of sequences, segments and `decayed`.
+It is no flag of the elementwise scan, whose state is as large as the inputs, so that its kernel mostly moves
+data and keeps only a tile. Here the state is S times as large and computed from the inputs within the kernel;
+it is summed over S before anything is written, gradients are sums over S or over channels, and the states
+that the backward computes again have to fit between chunks. The two share the bounds of sequences, segments
+and `decayed`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from flacompose.ops._tensors.gates import log_decay
 
 
 def _flops(x, dt, A, *_, **__) -> int:
-    """For each element of the state: its exponent, its decay and what is added, and the sum that reads it."""
+    """For each element of the state: its exponent, its decay, the added term, and the sum of the read."""
     return 7 * prod(x) * A[1]
 
 
@@ -34,8 +35,8 @@ d_start = start_gradient(SIGNATURE, _ops["backward"])
 
 
 def stretch(inputs: Inputs) -> tuple[Decay, Tensor]:
-    """What the tokens of each sequence do to a state: the decays ``[N, D, S]``, and the state they reach from zero."""
-    # C does nothing to the state.
+    """The transition of each sequence: the log decays ``[N, D, S]``, and the state reached from zero."""
+    # C does not change the state.
     end, sum_dt = _ends(*inputs._replace(C=inputs.B.detach(), initial_state=None))
     return Decay((log_decay(sum_dt.unsqueeze(-1), inputs.A.to(end.dtype)),)), end
 

@@ -1,4 +1,4 @@
-"""The recurrence as the paper writes it, token by token: the specification of this family.
+"""The recurrence as the paper writes it, token by token: the specification of the selective scan.
 
 Mamba, https://arxiv.org/abs/2312.00752, section 3.2, algorithm 2, discretized as the paper's code does: the transition
 by the exponential, the input by ``dt * B``. A rate of -inf leaves nothing after a time step above 0.

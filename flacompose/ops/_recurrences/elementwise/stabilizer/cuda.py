@@ -1,4 +1,4 @@
-"""Launches of the Triton kernel: what CUDA runs, in float32, bfloat16 and float16."""
+"""Launches of the Triton kernel on CUDA, in float32, bfloat16 and float16."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flacompose.ops._recurrences.elementwise.stabilizer.eager import backward as
 from flacompose.ops._recurrences.elementwise.stabilizer.inputs import Inputs
 from flacompose.ops._recurrences.elementwise.stabilizer.kernels import stabilizer_kernel
 
-# (tokens, channels, warps) of a tile: for few channels, such as the heads of mLSTM mostly are, and for many.
+# (tokens, channels, warps) of a tile: for few channels, mostly the heads of mLSTM, and for many.
 HEADS_CONFIG, CHANNELS_CONFIG = (2048, 2, 8), (256, 16, 4)
 
 

@@ -1,13 +1,15 @@
-"""The running maximum in PyTorch: what every device without a Triton kernel runs.
+"""The running maximum in PyTorch, for every device without a Triton kernel.
 
     m_t = max(g_t + m_{t-1}, x_t)        gates_t = g_t + m_{t-1} - m_t
 
-This is the scan of Hillis and Steele: at each level, the maximum over the last 1, 2, 4, ... tokens meets that over as
-many tokens before them, which has decayed by a sum of gates. So a gate of -inf ends what was before it, and nothing
-cancels. The maxima only scale what is summed, and any others would do as well if the gates are those between them. So
-they may be rounded, but not twice in different ways: gates are made of the very numbers that are returned, in float64,
-where their difference is exact. A gate above 0 comes of that rounding, and its exponential stays finite while maxima
-are below about 1e8 in size. Maxima are constants in all derivatives.
+This is the scan of Hillis and Steele: at each level, the maximum over the last 1, 2, 4, ... tokens is
+combined with that over as many tokens before them, decayed by a sum of gates. So a gate of -inf is a reset,
+and nothing cancels.
+
+The maxima only scale the summed terms; any others would do as well if the gates are their differences. So
+they may be rounded, but only once: gates are computed from exactly the returned numbers, in float64, where
+their difference is exact. That rounding may make a gate larger than 0; its exponential stays finite while
+maxima are below about 1e8 in size. Maxima are constants in all derivatives.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
-    """The gradients that `call` wants: a gate has that of the gate made of it, a state that of a copy of it."""
+    """The gradients that `call` wants: of a gate, that of the output gate; of a state, that of its copy."""
     x, _, state, cu_seqlens = call.inputs
     d_state = call.arriving.final_state
     if state is not None:
@@ -72,5 +74,5 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 
 
 def _filled(cu: Tensor) -> Tensor:
-    """``[N, 1]``, whether a sequence has any tokens. If it has none, it ends with the state that it begins with."""
+    """``[N, 1]``, whether a sequence has any tokens. If it has none, its final state is its initial state."""
     return (cu.diff() > 0)[:, None]

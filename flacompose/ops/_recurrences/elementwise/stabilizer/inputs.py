@@ -1,4 +1,4 @@
-"""What the op of the running maximum takes and returns."""
+"""The signature of the running maximum: its arguments and results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flacompose.ops._operators.signature import GATE, Signature
 class Inputs(NamedTuple):
     """The arguments, in the order of the schema."""
 
-    x: Annotated[Tensor, "B T D"]  # the logarithm of how strongly a token is written
+    x: Annotated[Tensor, "B T D"]  # the logarithm of the strength of a write
     g: Annotated[Tensor, "B T D", GATE]  # natural-log decay
     initial_state: Annotated[Tensor | None, "N D"] = None  # the maximum before the first token, 0 if absent
     cu_seqlens: Tensor | None = None  # [N + 1]
@@ -27,4 +27,4 @@ class Outputs(NamedTuple):
 
 
 SIGNATURE = Signature(Inputs, Outputs)
-LOWEST = -1e38  # stands for a maximum of -inf, so that no difference of two is NaN
+LOWEST = -1e38  # replaces a maximum of -inf, so that no difference of two is NaN

@@ -1,4 +1,4 @@
-"""Triton kernel of the running maximum: a sweep over a sequence, tile by tile."""
+"""Triton kernel of the running maximum, which stabilises exponential gates: a scan, tile by tile."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ LOWEST = tl.constexpr(inputs.LOWEST)
 
 @triton.jit
 def larger(a, b):
-    """The maximum, which is NaN if one of both is."""
+    """The maximum, which is NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _join(g, m, next_g, next_m):
-    """Joins two runs of tokens, each given by the sum of its gates and by its maximum."""
+    """Joins two spans of tokens, each given by the sum of its gates and by its maximum."""
     return g + next_g, larger(m + next_g, next_m)
 
 
 @triton.jit
 def _last_two(before, m, one, next_before, next_m, next_one):
-    """Joins two runs of tokens, each given by its last two numbers.
+    """Joins two spans of tokens, each given by its last two numbers.
 
-    A run of `one` token has no second-last number of its own: it takes the last of the run before it.
+    A span of `one` token has no second-last number of its own: it takes the last of the span before it.
     """
     return tl.where(next_one != 0, m, next_before), next_m, one * 0
 
@@ -46,7 +46,7 @@ def stabilizer_kernel(
     C: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """``m_t = max(g_t + m_{t-1}, x_t)`` and ``gates_t = g_t + m_{t-1} - m_t``; a program has a sequence's tile of D."""
+    """``m_t = max(g_t + m_{t-1}, x_t)``, ``gates_t = g_t + m_{t-1} - m_t``: a sequence, a tile of D."""
     tile, n, _ = split_program(tl.cdiv(D, BD), tl.num_programs(0))
     d = (tile * BD).to(tl.int32) + tl.arange(0, BD)[None, :]
     in_d = d < D
@@ -63,8 +63,8 @@ def stabilizer_kernel(
         g_ = tl.load(g + at, mask=mask, other=0.0).to(tl.float32)
         decay, m_ = tl.associative_scan((g_, x_), 0, _join)
         m_ = larger(m_, decay + last)
-        # Gates are between the numbers that are stored, each of which has been rounded once. What is not used has names
-        # of its own: Triton 3.6 would take `_` for the number above, of another type.
+        # Gates are differences of the stored numbers, which have been rounded once. Unused results have names
+        # of their own: Triton 3.6 would take `_` for the number above, of another type.
         before, _m, _one = tl.associative_scan(
             (tl.broadcast_to(last, m_.shape), m_, tl.full(m_.shape, 1, tl.int32)), 0, _last_two
         )

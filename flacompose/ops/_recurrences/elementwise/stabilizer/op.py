@@ -30,19 +30,19 @@ _forward = define_ops(SIGNATURE, eager, forms=("forward",), flops=_flops)["forwa
 
 
 def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """``(gates [B, T, D], m [B, T, D], final_state [N, D])``, also where ranks share the tokens."""
+    """``(gates [B, T, D], m [B, T, D], final_state [N, D])``, also sequence parallel."""
     ranks = sharing()
     return _forward(*args) if ranks is None else _across(ranks, Inputs(*args))
 
 
 def _across(ranks: Ranks, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens of a rank turn the maximum ``m`` before them into ``max(total + m, end)``."""
+    """Sequence parallel: a rank maps the maximum ``m`` before it to ``max(total + m, end)``."""
     x, g, initial_state, cu_seqlens = inputs
     known = Inputs(upcast(x.detach()), g.detach(), None, cu_seqlens)
     if initial_state is None:
         initial_state = known.x.new_zeros(sequence_count(x, cu_seqlens), x.shape[2])
     initial_state = initial_state.to(known.x.dtype)
-    # It stands for -inf. Dynamo would take a constant of the module for an input, and compile twice.
+    # `LOWEST` by its value: Dynamo would take a constant of the module for an input, and compile twice.
     lowest = torch.full_like(initial_state, -1e38)
     empty = always_true(x.shape[1] == 0)
     end = lowest if empty else _forward(*known._replace(initial_state=lowest))[2]
@@ -51,7 +51,7 @@ def _across(ranks: Ranks, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     for total_, end_ in gathered(ranks, torch.stack([total, end]))[: ranks.rank]:
         start = torch.maximum(total_ + start, end_)
     m = known.x if empty else _forward(*known._replace(initial_state=start))[1]
-    # Of the very numbers that the rank before has, which may be rounded otherwise than `start`.
+    # Computed from exactly the numbers of the rank before, whose rounding may differ from that of `start`.
     before, final_state = token_shift(m, initial_state, cu_seqlens=cu_seqlens)
     gates = (g.double() + (before.detach().double() - m.double())).to(m.dtype)
     gates, m = without_tail(cu_seqlens, gates, m)

@@ -1,4 +1,4 @@
-"""The recurrence token by token: the specification of this family.
+"""The recurrence token by token: the specification of the running maximum.
 
 It is the stabiliser of mLSTM, https://arxiv.org/abs/2405.04517, equations 15 to 17.
 """

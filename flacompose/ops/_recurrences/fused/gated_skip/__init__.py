@@ -1,1 +1,1 @@
-"""What surrounds a scan: a direct path from input to output, and a gate, ``o = (y + (D + w) x) * silu(z)``."""
+"""The gated skip after a scan, from its input to its output: ``o = (y + (D + w) x) * silu(z)``."""

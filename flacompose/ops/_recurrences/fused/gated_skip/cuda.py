@@ -1,4 +1,4 @@
-"""Launches of the Triton kernel: what CUDA runs, in float32, bfloat16 and float16."""
+"""Launches of the Triton kernel on CUDA, in float32, bfloat16 and float16."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flacompose.ops._recurrences.fused.gated_skip.inputs import Inputs
 from flacompose.ops._recurrences.fused.gated_skip.kernels import gated_skip_kernel
 from flacompose.ops._tensors.packed import bounds, sequence_count
 
-TILE = 2048  # numbers that a program has
+TILE = 2048  # elements per program
 
 
 def forward(inputs: Inputs) -> tuple[Tensor]:
@@ -37,17 +37,17 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 
 
 def _rows(inputs: Inputs) -> Sequences:
-    """All tokens, in chunks over the bounds of rows. Those in no sequence are at the ends, and visited too."""
+    """All tokens, in chunks across the bounds of rows, also those in no sequence."""
     rows = Sequences(inputs.x, None, TILE // block(inputs.x.shape[3], TILE))
     rows.chunks = tile_count(rows.B * rows.T, rows.C)
     return rows
 
 
 def _launch(inputs: Inputs, rows: Sequences, do: Tensor | None, **results: Tensor | None) -> None:
-    """Fill what is given of `o` or, with `do`, of the gradients."""
+    """Fill `o` or, with `do`, those of the gradients that are given."""
     x, (H, P) = inputs.x, inputs.x.shape[2:]
     D, w = (None if u is None else u.contiguous() for u in (inputs.D, inputs.w))
-    # What other ops make of wrong bounds, whose values nothing reads on the host.
+    # Wrong bounds are clamped as in other ops; nothing reads them on the host.
     cu_seqlens = None if inputs.cu_seqlens is None else bounds(inputs.cu_seqlens, rows.T)
     given = dict.fromkeys(("o", "dy", "dx", "dD", "dw", "dz")) | results
     for name, u in (("y", inputs.y), ("x", x), ("z", inputs.z), ("do", do)):

@@ -1,4 +1,4 @@
-"""The gated skip in PyTorch: what graphs, and every device without a Triton kernel, run.
+"""The gated skip in PyTorch, for graphs and for every device without a Triton kernel.
 
 v = y + (D + w) x        o = v * silu(z)
 """

@@ -1,4 +1,4 @@
-"""What the op of the gated skip takes and returns."""
+"""The signature of the gated skip: its arguments and results."""
 
 from __future__ import annotations
 

@@ -23,13 +23,13 @@ def _store(x, at, value, mask):
 
 @triton.jit(do_not_specialize=["tokens", "N", "H"])
 def gated_skip_kernel(
-    y,  # [tokens, H, P], from token to token it is y_token elements
+    y,  # [tokens, H, P]; y_token elements separate its tokens
     x,  # [tokens, H, P], likewise
     D,  # [H, E]
     w,  # [tokens, H]
     z,  # [tokens, H, P], likewise
     o,  # [tokens, H, P]
-    do,  # [tokens, H, P], likewise, or None for the output; the following are made of it
+    do,  # [tokens, H, P], likewise; with it the gradients below replace `o`
     dy,  # [tokens, H, P]
     dx,  # [tokens, H, P]
     dD,  # [chunks, H, E], the sums over each chunk
@@ -48,9 +48,9 @@ def gated_skip_kernel(
     BT: tl.constexpr,
     BP: tl.constexpr,
 ):
-    """The output of `BT` tokens of a head or, with `do`, those of the gradients that are given.
+    """The output of `BT` tokens of a head or, with `do`, the gradients that are given.
 
-    A token in no sequence may hold anything. It is not read, and zeros stand for it.
+    A token in no sequence may hold any numbers. They are not read, and zeros replace them.
     """
     h, chunk, _ = split_program(H, tl.cdiv(tokens, BT))
     first = chunk * BT

@@ -29,15 +29,15 @@ def gated_skip(
     z: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """``(y + (D + w) x) * silu(z)`` in the dtype of `x`, without what is absent; zeros for tokens in no sequence.
+    """``(y + (D + w) x) * silu(z)``, without absent terms; zeros for tokens in no sequence.
 
-    On CUDA it is one kernel, and the same in each direction. A graph gets the operations of PyTorch instead, which the
-    compiler fuses with those before and after them, such as casts and norms, and it would not look into an operator.
+    On CUDA it is one kernel, in either direction. In a graph it is PyTorch operations, which the compiler
+    fuses with those around them, such as casts and norms; it would not look into an operator.
     """
     if D is None and w is None:
-        if z is None:  # a scan has dealt with tokens in no sequence
+        if z is None:  # a scan returns zeros for tokens in no sequence
             return y.to(x.dtype)
-        x = x.detach()  # it says no more than the dtype
+        x = x.detach()  # only its dtype is used
     inputs = Inputs(y, x, D, w, z, cu_seqlens)
     if is_compiling() or not y.is_cuda:
         return eager.forward(inputs)[0]

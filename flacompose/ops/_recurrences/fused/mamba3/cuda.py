@@ -1,4 +1,4 @@
-"""Launches of the Triton kernel: what CUDA runs, in float32, bfloat16 and float16."""
+"""Launches of the Triton kernel on CUDA, in float32, bfloat16 and float16."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flacompose.ops._launch.operands import by_token, tile_count, token_blocks
 from flacompose.ops._recurrences.fused.mamba3.inputs import SIGNATURE, Inputs
 from flacompose.ops._recurrences.fused.mamba3.kernels import mamba3_token_kernel
 
-SLICES = ("V", "Trap", "Angles", "Z")  # a layer gives parts of its projection for these
+SLICES = ("V", "Trap", "Angles", "Z")  # a layer passes slices of its projection for these
 
 
 def token(inputs: Inputs) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""What the op of Mamba-3 takes and returns: all of it is of one token, with one key and one query."""
+"""The signature of one token of Mamba-3, with one key and one query: its arguments and results."""
 
 from __future__ import annotations
 

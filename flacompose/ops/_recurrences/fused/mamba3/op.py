@@ -1,8 +1,8 @@
 """The registered op of one token of Mamba-3.
 
-The op is the same function as the turns, the rotation, head decay and the gated skip one after the other. What it has
-for itself is the kernel: it reads and writes the state in one launch. A token is seldom trained on, so its derivatives
-are those of the function in PyTorch.
+The op is the same function as the cumulative angle, the rotary embedding, head decay and the gated skip one
+after the other. It exists for its kernel, which reads and writes the state in one launch. Training on single
+tokens is rare, so its derivatives are those of the function in PyTorch.
 """
 
 from __future__ import annotations

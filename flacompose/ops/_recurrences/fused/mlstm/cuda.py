@@ -1,4 +1,4 @@
-"""Launches of the Triton kernel: what CUDA runs, in float32, bfloat16 and float16."""
+"""Launches of the Triton kernel on CUDA, in float32, bfloat16 and float16."""
 
 from __future__ import annotations
 

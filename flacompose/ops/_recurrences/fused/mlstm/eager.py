@@ -1,4 +1,4 @@
-"""One token of mLSTM in PyTorch: what every device without a Triton kernel runs.
+"""One token of mLSTM in PyTorch, for every device without a Triton kernel.
 
     m = max(log sigmoid(f) + m_0, i)        F = exp(log sigmoid(f) + m_0 - m)        I = exp(i - m)
     C = F C_0 + I k v^T                     n = F n_0 + I k
@@ -21,7 +21,7 @@ from flacompose.ops._tensors.gates import log_sigmoid
 
 
 class _Step(NamedTuple):
-    """What the token makes of the state, without the axis of time, queries and keys for each head of values."""
+    """Intermediate results of the token, without the axis of time; queries and keys per head of values."""
 
     q: Tensor  # times `scale`
     k: Tensor
@@ -34,7 +34,7 @@ class _Step(NamedTuple):
     n: Tensor
     m: Tensor
     z: Tensor
-    weight: Tensor  # what the output is divided by
+    weight: Tensor  # the denominator of the output
     o: Tensor
 
 
@@ -58,7 +58,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     dq = scale * ((step.C @ d_read.unsqueeze(-1)).squeeze(-1) + dz * step.n)
     dC = dC if arriving.final_C is None else dC + arriving.final_C
     dn = dn if arriving.final_n is None else dn + arriving.final_n
-    # 2. Through the write and the decay, to what they are made of.
+    # 2. Through the write and the decay, to the inputs.
     of_k = (dC @ v.unsqueeze(-1)).squeeze(-1) + dn
     dF = (dC * step.C_0).sum((-2, -1)) + (dn * step.n_0).sum(-1)
     initial_m = inputs.initial_m

@@ -1,4 +1,4 @@
-"""What the op of mLSTM takes and returns: all of it is of one token."""
+"""The signature of one token of mLSTM: its arguments and results."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The registered op of one token of mLSTM, and its backward.
 
-The op is the same function as the running maximum, head decay and the normaliser one after the other. What it has for
-itself is the kernel: it reads and writes the state in one launch, with the gates made of what comes in.
+The op is the same function as the running maximum, head decay and the denominator one after the other. It
+exists for its kernel, which reads and writes the state in one launch, and computes the gates itself.
 """
 
 from __future__ import annotations

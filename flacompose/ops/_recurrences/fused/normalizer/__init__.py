@@ -1,1 +1,1 @@
-"""The normaliser of mLSTM: ``o_t = x_t / (max(|scale n_t^T q_t|, floor_t) + eps)`` for a decaying sum of keys ``n``."""
+"""The denominator of mLSTM: ``o_t = x_t / (max(|scale n_t^T q_t|, floor_t) + eps)``."""

@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels: what CUDA runs, in float32, bfloat16 and float16."""
+"""Launches of the Triton kernels on CUDA, in float32, bfloat16 and float16."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ steps = recurrent
 
 
 class _Launches(Sequences):
-    """The launches of the form in chunks and of the backward, for one call."""
+    """The launches of the chunked form and of the backward, for one call."""
 
     def __init__(self, inputs: Inputs) -> None:
         q, _, x, *_, cu_seqlens, self.scale, self.eps = inputs
@@ -97,10 +97,10 @@ class _Launches(Sequences):
         self.bfloat16 = q.dtype == torch.bfloat16
         self.sizes = {"H": self.H, "HV": self.HV, "K": self.K, "C": C}
         self.arguments |= self.sizes | {"DOT": tl.bfloat16 if self.bfloat16 else tl.float32}
-        # Of the gradients of queries and keys, which are those of each head of `x`.
+        # The dtype of the gradients of queries and keys, which are first computed for each head of `x`.
         self.dtype_of_keys = q.dtype if self.H == self.HV else torch.float32
         self.tiles = tile_count(self.K, SWEEP_CONFIG["BK"])
-        # A segment has 2,048 tokens at least, and so 64 times 32.
+        # In units of 32 tokens a segment has at least 64 * 32 = 2,048.
         self.row = Segments(self, self.T // 32, self.HV * self.tiles, (self.HV, self.K), {"gk": "sum_g"})
 
     def sweep(
@@ -124,7 +124,7 @@ class _Launches(Sequences):
         launch(normalizer_state_passing_kernel, grid, x, strength, self.g, **given, **sizes)
 
     def divide(self, states: Tensor, **tensors: Tensor | None) -> None:
-        """Fill what is given of `o`, or of `dx`, `dz` and `d_floor`, which are made of `do`."""
+        """Fill `o`, or from `do` `dx`, `dz` and `d_floor`, if given."""
         given = dict.fromkeys(("do", "o", "dx", "dz", "d_floor")) | tensors
         inputs = self.q, self.k, self.x, self.g, self.beta, self.floor, states
         sizes = self.arguments | {"V": self.V, "scale": self.scale, "eps": self.eps}

@@ -1,9 +1,9 @@
-"""The normaliser in PyTorch: what every device without a Triton kernel runs.
+"""The denominator of mLSTM in PyTorch, for every device without a Triton kernel.
 
     n_t = exp(g_t) n_{t-1} + beta_t k_t        z_t = scale * n_t^T q_t
     o_t = x_t / (max(|z_t|, floor_t) + eps)
 
-`z` is the output of head decay for one value, which is 1. It is computed in float32 whatever the inputs are: where it
+`z` is the output of head decay with a single value of 1. It is computed in float32 for all inputs: where it
 is small, it is a difference of large terms.
 """
 
@@ -19,7 +19,7 @@ from flacompose.ops._recurrences.matrix.head_decay import inputs as head_decay
 from flacompose.ops._tensors.dtype import state_dtype, upcast
 from flacompose.ops._tensors.packed import inside, without_tail
 
-OF_KEYS = ("q", "k", "g", "beta", "initial_state")  # what `z` depends on
+OF_KEYS = ("q", "k", "g", "beta", "initial_state")  # the inputs of `z`
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:

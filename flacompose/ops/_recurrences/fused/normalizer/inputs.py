@@ -1,4 +1,4 @@
-"""What the ops of the normaliser take and return."""
+"""The signature of the denominator: its arguments and results."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Inputs(NamedTuple):
 
     q: Annotated[Tensor, "B T H K", AUTOCAST]
     k: Annotated[Tensor, "B T H K", AUTOCAST]
-    x: Annotated[Tensor, "B T HV V", AUTOCAST]  # what is divided, HV a multiple of H
+    x: Annotated[Tensor, "B T HV V", AUTOCAST]  # the numerator, HV a multiple of H
     g: Annotated[Tensor, "B T HV", GATE]  # natural-log decay
-    beta: Annotated[Tensor, "B T HV"]  # how strongly a key is written
-    floor: Annotated[Tensor, "B T HV"]  # the least that is divided by
+    beta: Annotated[Tensor, "B T HV"]  # the strength of writes
+    floor: Annotated[Tensor, "B T HV"]  # the lower bound of the denominator
     initial_state: Annotated[Tensor | None, "N HV K"] = None
     cu_seqlens: Tensor | None = None  # [N + 1]
     scale: float = 1.0

@@ -1,17 +1,18 @@
-"""Triton kernels of the normaliser: what a query reads of decayed keys, in float32, and its gradients.
+"""Triton kernels of the denominator of mLSTM, a read of decayed keys in float32, and its gradients.
 
     n_t = exp(g_t) n_{t-1} + beta_t k_t        z_t = scale * n_t^T q_t
     o_t = x_t / (max(|z_t|, floor_t) + eps)
 
-`normalizer_state_passing_kernel` goes over a sequence and stores `n` before each chunk. Then all chunks are computed at once. With `n` the
-state before the chunk, `dn` the gradient of the one after it, and ``w`` the decay between tokens:
+`normalizer_state_passing_kernel` passes ``n`` over a sequence and stores it before each chunk. Then all chunks are computed at
+once. With `n` the state before the chunk, `dn` the gradient of the state after it, and ``w`` the decay
+between tokens:
 
     z_i = scale * (sum over j <= i of w_ij beta_j (q_i . k_j) + w_i n . q_i)       w_i from the chunk's start
     dq_i = scale dz_i (sum over j <= i of w_ij beta_j k_j + w_i n)
     dk_j = beta_j (sum over i >= j of w_ij scale dz_i q_i + w_j dn)                w_j to the chunk's end
 
-Queries and keys are factors of products as they come, so nothing is rounded to bfloat16 but these. Where `z` is small,
-it is a difference of large terms, and rounded weights would leave little of it.
+Queries and keys are factors of products as given, so nothing but these is rounded to bfloat16. Where `z` is
+small, it is a difference of large terms, and rounded weights would leave little of it.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from flacompose.ops._tiles.blocks import (
 
 @triton.jit
 def _sums(g, first, t, size, H):
-    """Running sums of the gates of a chunk, in two parts to be added, and the same of all gates.
+    """Running sums of the gates of a chunk, in two parts to be added, and the same for the sum of all gates.
 
-    The first part adds multiples of 2^-9, which is exact. So a difference of sums is as accurate as the sum of the
-    gates between, however strong those before were.
+    The first part adds multiples of 2^-9, which is exact. So a difference of sums is as accurate as the sum
+    of the gates between, however strong the earlier gates were.
     """
     gates = bounded(load_numbers(g, first, t, size, H))
     high = tl.floor(gates * 512.0) / 512.0
@@ -54,7 +55,7 @@ def _sums(g, first, t, size, H):
 
 @triton.jit
 def _between(high, low, t):
-    """The decays ``[C, C]`` from a token, the second, to a later one; 1 where it is not later."""
+    """The decays ``[C, C]`` from a token (second axis) to a later one (first axis); 1 if it is not later."""
     sums = high[:, None] - high[None, :] + (low[:, None] - low[None, :])
     return tl.exp(tl.where(t[:, None] > t[None, :], sums, 0.0))
 
@@ -88,8 +89,8 @@ def normalizer_state_passing_kernel(
 ):
     """``n <- exp(g_t) n + strength_t x_t`` or, with `REVERSE`, ``dn <- exp(g_t) (dn + strength_t x_t)`` backwards.
 
-    One program sweeps one segment of one sequence, and of its state a tile. It begins at zero if there is no `initial`,
-    and stores what is given of `states`, `ends` and `final`.
+    One program has one segment of one sequence, and a tile of its state. It starts at zero if `initial` is
+    absent, and stores `states`, `ends` and `final`, if given.
     """
     tile, segment, nh = split_program(tl.cdiv(K, BK), SEGMENTS)
     if is_idle(segment, SEGMENTS, ends, states is not None):
@@ -103,7 +104,7 @@ def normalizer_state_passing_kernel(
         S += _load_state(initial, segment * N * HV + nh, d, K).to(tl.float32)
     total = tl.zeros([], dtype=tl.float32)
     t = tl.arange(0, C)
-    # With stages of its own: those of a launch are for loads that feed products.
+    # The loop has its own number of stages: that of a launch is for loads that feed products.
     for i in tl.range(begin, stop, num_stages=STAGES):
         chunk = begin + stop - 1 - i if REVERSE else i
         start = lo + chunk * C
@@ -136,7 +137,7 @@ def normalizer_division_kernel(
     states,  # [chunks, HV, K], before each chunk
     do,  # [tokens, HV, V]
     o,  # [tokens, HV, V]
-    dx,  # [tokens, HV, V], which is made of `do`, as the following
+    dx,  # [tokens, HV, V], computed from `do`, like the next two
     dz,  # [tokens, HV], times `scale`
     d_floor,  # [tokens, HV]
     cu_seqlens,
@@ -153,7 +154,7 @@ def normalizer_division_kernel(
     BV: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """The output of a chunk or, with `do`, what its gradient is before it comes to queries and keys."""
+    """The output of a chunk or, with `do`, the gradients of `x`, `z` and `floor`."""
     scale, eps = in_float32(scale), in_float32(eps)
     row, hv, lo, hi = chunk_of_program(T, N, HV, cu_seqlens, C)
     if lo >= hi:
@@ -163,7 +164,7 @@ def normalizer_division_kernel(
     t = tl.arange(0, C)
     at = lo * HV + hv
 
-    # 1. What queries read of the chunk's own keys, and of those before it.
+    # 1. The reads of queries: of the chunk's own keys, and of the state before it.
     scores = tl.zeros([C, C], dtype=tl.float32)
     before = tl.zeros([C], dtype=tl.float32)
     for d0 in range(0, K, BK):
@@ -177,7 +178,7 @@ def normalizer_division_kernel(
     z = tl.sum(tl.where(t[:, None] >= t[None, :], scores, 0.0), 1)
     z = scale * (z + tl.exp(high + low) * before)
 
-    # 2. By what the output is divided; where there is no token, by 1.
+    # 2. The denominator; 1 where there is no token.
     floor_ = tl.load(floor + at + t * HV, mask=t < size, other=1.0).to(tl.float32)
     weight = tl.maximum(tl.abs(z), floor_, propagate_nan=tl.PropagateNan.ALL) + eps
     d_weight = tl.zeros([C], dtype=tl.float32)
@@ -210,7 +211,7 @@ def normalizer_gradient_kernel(
     dz,  # [tokens, HV], times `scale`
     states,  # [chunks, HV, K], before each chunk
     d_states,  # [chunks, HV, K], the gradient of the state after it
-    dq,  # [tokens, HV, K], that of each head, as the following
+    dq,  # [tokens, HV, K], of each head of values, like `dk`
     dk,  # [tokens, HV, K]
     dg,  # [tokens, HV]
     dbeta,  # [tokens, HV]
@@ -249,8 +250,9 @@ def normalizer_gradient_kernel(
         left += tl.sum(k_.to(tl.float32) * dn[None, :], 1)
         both += tl.sum(n * dn, 0)
 
-    # 2. The gradients of sums of gates, which are of four kinds: between two tokens of the chunk, from its start to a
-    # token, from a token to its end, and over the whole chunk. A gate adds up those of all sums that contain it.
+    # 2. The gradients of sums of gates of four kinds: between two tokens of the chunk, from its start to a
+    # token, from a token to its end, and over the whole chunk. The gradient of a gate is the sum over all
+    # sums that contain it.
     high, low, all_high, all_low = _sums(g, at, t, size, HV)
     beta_ = load_numbers(beta, at, t, size, HV)
     from_start = tl.exp(high + low) * load_numbers(dz, at, t, size, HV)
@@ -287,7 +289,7 @@ def normalizer_gradient_kernel(
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale", "eps"])
 def normalizer_token_kernel(
-    q,  # [tokens, H, K], from token to token it is q_token elements
+    q,  # [tokens, H, K]; q_token elements separate its tokens
     k,  # [tokens, H, K], likewise
     x,  # [tokens, HV, V], likewise
     g,  # [tokens, HV]
@@ -308,12 +310,12 @@ def normalizer_token_kernel(
     q_token,
     k_token,
     x_token,
-    count,  # how many states are stored, those that `state_number` says; None for the final one alone
+    count,  # the number of stored states, see `state_number`; None for the final one alone
     stride,
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """The recurrence as it is written, one program per sequence and head."""
+    """The recurrence token by token, one program per sequence and head."""
     scale, eps = in_float32(scale), in_float32(eps)
     hv, n, _ = split_program(HV, N)
     h = hv // (HV // H)

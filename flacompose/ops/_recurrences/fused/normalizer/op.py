@@ -1,4 +1,4 @@
-"""The registered ops of the normaliser: `inputs` lists their arguments, `eager` states the recurrence."""
+"""The registered ops of the denominator: `inputs` lists their arguments, `eager` states the recurrence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ d_start = start_gradient(SIGNATURE, _ops["backward"])
 
 
 def stretch(inputs: Inputs) -> tuple[Decay, Tensor]:
-    """What the tokens of each sequence do to a state: that of head decay with values of 1."""
+    """The transition of each sequence: that of head decay with values of 1."""
     decay, end = head_decay.stretch(eager.of_ones(inputs))
     return Decay(tuple(x.squeeze(3) for x in decay.tensors)), end.squeeze(3)
 

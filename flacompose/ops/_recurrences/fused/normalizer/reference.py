@@ -1,6 +1,7 @@
-"""The recurrence token by token: the specification of this family.
+"""The recurrence token by token: the specification of the denominator.
 
-It is the normaliser of mLSTM, https://arxiv.org/abs/2405.04517, equations 20 and 21, with a floor of any size.
+It is the normaliser of mLSTM, https://arxiv.org/abs/2405.04517, equations 20 and 21, with a floor of any
+size.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Mamba-3's rotation: queries and keys with the biases of their heads, turned; keys and values go to the next token."""
+"""Mamba-3's rotary embedding with biases, and the shift of keys and values by one token."""

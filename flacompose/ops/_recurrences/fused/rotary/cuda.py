@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels: what CUDA runs, in float32, bfloat16 and float16."""
+"""Launches of the Triton kernels on CUDA, in float32, bfloat16 and float16."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from flacompose.ops._recurrences.fused.rotary.inputs import Inputs
 from flacompose.ops._recurrences.fused.rotary.kernels import rotary_gradient_kernel, rotary_kernel
 from flacompose.ops._tensors.sizes import always_true
 
-TILE = 1024  # pairs of a chunk, or half its values
+TILE = 1024  # pairs of a chunk, or half the number of its values
 WARPS, BACKWARD_WARPS = 4, 2
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, ...]:
     """``(q_turned, k_before [B, T, R, HV, S], v_before [B, T, HV, P], products [B, T, HV, R, R], last_k, last_v)``."""
     q, k, v = inputs[:3]
-    # In a graph, Inductor makes one token's few products a part of its own kernels.
+    # In a graph, Inductor fuses the few products of one token into its own kernels.
     if always_true(q.shape[1] == 1) and inputs.cu_seqlens is None and launches_into_graph():
         return eager.forward(inputs)
     run = _Launches(inputs)

@@ -1,9 +1,10 @@
-"""The rotation in PyTorch: what every device without a Triton kernel runs.
+"""The rotary embedding in PyTorch, for every device without a Triton kernel.
 
     q_turned_t = turn(q_t + q_bias)        k_before_t = turn(k_{t-1} + k_bias)        v_before_t = v_{t-1}
 
-Queries and keys are those of each head, in float32, and are rounded once. A turn changes no product of a query and a
-key of one token, and of two vectors ``x`` and ``y`` it leaves their cross product, which the gradient of an angle is.
+Queries and keys are computed for each head, in float32, and rounded once. A rotation changes no product of a
+query and a key of one token. It also preserves the cross product of two vectors ``x`` and ``y``, which is the
+gradient of an angle.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     )
     dk, d_initial_k = _shifted_back(dk, upcast(_arriving(call, "last_k")), cu_seqlens)
     dv, d_initial_v = _shifted_back(dv, upcast(_arriving(call, "last_v")), cu_seqlens)
-    # Turned back, these are gradients of what has not been turned.
+    # Rotated back, these are the gradients of the vectors before rotation.
     dq, dk = (turned(x, -angle, halves) for x in without_tail(cu_seqlens, dq, dk))
     q_, k_ = biased(q, q_bias), biased(k, k_bias)
     A = angle.shape[-1]
@@ -74,7 +75,7 @@ def biased(x: Tensor, bias: Tensor) -> Tensor:
 
 
 def turned(x: Tensor, angle: Tensor, halves: bool) -> Tensor:
-    """``x [B, T, R, HV, S]``, of whose pairs of numbers the first ``A`` turn by ``angle [B, T, HV, A]``."""
+    """``x [B, T, R, HV, S]``, with its first ``A`` pairs of numbers rotated by ``angle [B, T, HV, A]``."""
     axis, A = -2 if halves else -1, angle.shape[-1]
     angle = pi * angle.unsqueeze(2)
     cos, sin = angle.cos(), angle.sin()
@@ -84,14 +85,14 @@ def turned(x: Tensor, angle: Tensor, halves: bool) -> Tensor:
 
 
 def products(q: Tensor, k: Tensor, q_bias: Tensor, k_bias: Tensor) -> Tensor:
-    """Those of all queries and keys of a token, with their biases, ``[B, T, HV, R, R]``.
+    """The products of all queries and keys of a token, with their biases, ``[B, T, HV, R, R]``.
 
-    Multiplied out, so that nothing of every head and token is as wide as a key.
+    The sums are multiplied out, so that no tensor of every head and token is as wide as a key.
     """
     q, k, R, H = upcast(q), upcast(k), q.shape[2], q.shape[3]
     biases = [unflatten(bias.to(q.dtype), 0, (H, len(bias) // H)) for bias in (q_bias, k_bias)]
     of_groups = []
-    for i in range(H):  # ranks may share this axis, of which they can select, and not unbind
+    for i in range(H):  # a sharded axis allows select, but not unbind
         q_, k_ = (bias.select(0, i) for bias in biases)  # [HV / H, R, S]
         of_q, of_k = q.select(3, i), k.select(3, i)
         shared = (of_q.unsqueeze(3) * of_k.unsqueeze(2)).sum(-1).unsqueeze(2)  # [B, T, 1, R, R]
@@ -107,14 +108,14 @@ def _pairs(x: Tensor, halves: bool) -> tuple[Tensor, ...]:
 
 
 def _before(x: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """The token before each of ``x [B, T, ...]``. Of one token it is what is given, in new memory."""
+    """The token before each of ``x [B, T, ...]``. For a single token it is `initial`, in new memory."""
     if cu_seqlens is None and initial is not None and always_true(x.shape[1] == 1):
         return initial.unsqueeze(1).to(x.dtype, copy=True)
     return shifted(x, initial, cu_seqlens)
 
 
 def _cross(x: Tensor, dx: Tensor, A: int, halves: bool) -> Tensor:
-    """``[B, T, HV, A]``, the gradient of the angle, in radians, by which ``x [B, T, R, HV, S]`` turns."""
+    """``[B, T, HV, A]``, the gradient of the angle, in radians, of rotated ``x [B, T, R, HV, S]``."""
     (a, b), (da, db) = _pairs(x, halves), _pairs(dx, halves)
     return (a * db - b * da)[..., :A].sum(2)
 
@@ -131,13 +132,14 @@ def _arriving(call: BackwardCall[Inputs], name: str) -> Tensor:
 def _shifted_back(d: Tensor, d_last: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """The backward of `_before` and of `last_token`: the gradients of ``x [B, T, ...]`` and of ``initial [N, ...]``.
 
-    ``d [B, T, ...]`` is the gradient of the token before each, and ``d_last [N, ...]`` that of the last tokens.
+    ``d [B, T, ...]`` is the gradient of the token before each, and ``d_last [N, ...]`` that of the last
+    tokens.
     """
     if cu_seqlens is None:
         return torch.cat([d[:, 1:], d_last.unsqueeze(1)], 1), d[:, 0].clone()
     T, cu = d.shape[1], bounds(cu_seqlens, d.shape[1])
     filled = cu.diff() > 0
-    # There is a place more, for sequences without tokens.
+    # One place more is for sequences without tokens.
     place = torch.where(filled, cu[1:] - 1, T)
     padded = torch.cat([d[:, 1:], torch.zeros_like(d[:, :1]), torch.zeros_like(d[:, :1])], 1)
     filled = filled.view(-1, *[1] * (d.ndim - 2))

@@ -1,4 +1,4 @@
-"""What the op of the rotation takes and returns."""
+"""The signature of the rotary embedding of Mamba-3: its arguments and results."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class Inputs(NamedTuple):
     q_bias: Annotated[Tensor, "HV R S"]
     k_bias: Annotated[Tensor, "HV R S"]
     angle: Annotated[Tensor, "B T HV A"]  # in half turns, of the first A of S / 2 pairs
-    # What comes before the first token, zeros if absent
+    # The states before the first token, zeros if absent
     initial_k: Annotated[Tensor | None, "N R HV S"] = None
     initial_v: Annotated[Tensor | None, "N HV P"] = None
     cu_seqlens: Tensor | None = None  # [N + 1]
-    halves: bool = False  # whether number i of a key turns together with i + S / 2, not with its neighbour
+    halves: bool = False  # whether numbers i and i + S / 2 of a key form a pair, not neighbours
 
 
 class Outputs(NamedTuple):
     """The results."""
 
     q_turned: Annotated[Tensor, "B T R HV S", Dtype("q")]
-    k_before: Annotated[Tensor, "B T R HV S", Dtype("k")]  # the turned keys of the token before
+    k_before: Annotated[Tensor, "B T R HV S", Dtype("k")]  # the rotated keys of the token before
     v_before: Annotated[Tensor, "B T HV P", Dtype("v")]
     products: Annotated[Tensor, "B T HV R R"]  # of each query and each key of a token
-    last_k: Annotated[Tensor, "N R HV S", Dtype("k")]  # the turned keys of a sequence's last token
+    last_k: Annotated[Tensor, "N R HV S", Dtype("k")]  # the rotated keys of a sequence's last token
     last_v: Annotated[Tensor, "N HV P", Dtype("v")]
 
 

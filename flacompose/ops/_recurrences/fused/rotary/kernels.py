@@ -1,10 +1,11 @@
-"""Triton kernels of the rotation, whose programs hold a few tokens of one head as the two numbers of each pair.
+"""Triton kernels of the rotary embedding; a program has a few tokens of one head, as pairs.
 
-With ``w`` for a turn by ``angle``, and gradients turned back, ``d = w^-1 dq``:
+With ``w`` the rotation by ``angle``, and gradients rotated back, ``d = w^-1 dq``:
 
     q_turned = w (q + q_bias)        d_angle = pi (cross product of q + q_bias and d, of each pair)
 
-and so for keys, which go to the place of the next token. What a turn leaves alone, turns by 0.
+and likewise for keys, which are stored at the place of the next token. Pairs without an angle are rotated by
+0.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ PI = tl.constexpr(3.141592653589793)
 
 @triton.jit
 def turn(x):
-    """``cos(pi x)`` and ``sin(pi x)``, from the nearest quarter of a turn, and series that are right to float32."""
+    """``cos(pi x)`` and ``sin(pi x)``, from the nearest quarter turn, exact to float32."""
     quarters = tl.floor(2 * x + 0.5)
     t = (x - 0.5 * quarters) * PI
     z = t * t
@@ -69,7 +70,7 @@ def _store(x, at, exists, i, a, b, S: tl.constexpr, HALVES: tl.constexpr):
 
 @triton.jit
 def _load_biased(x, at, exists, bias, at_bias, i, S: tl.constexpr, HALVES: tl.constexpr):
-    """`_load` of `x`, and added to it the bias at `at_bias`."""
+    """`_load` of `x`, plus the bias at `at_bias`."""
     a, b = _load(x, at, exists, i, S, HALVES)
     bias_a, bias_b = _load(bias, _one(at_bias), _one(0) == 0, i, S, HALVES)
     return a + bias_a, b + bias_b
@@ -93,12 +94,12 @@ def _one(at):
 
 @triton.jit
 def _place(T, N, HEADS, R, cu_seqlens, C: tl.constexpr):
-    """This program's head and rank, row of chunks and sequence, the first token and end of this, and its own tokens."""
+    """This program's head, rank, row of chunks and sequence, the sequence's bounds, and its tokens."""
     h, r, row = split_program(HEADS, R)
     n = sequence_of_chunk(row, T, N, cu_seqlens, C)
     begin, end, first_row = find_sequence(n, T, cu_seqlens, C)
     t = begin + (row - first_row) * C + tl.arange(0, C)
-    # A row before the first sequence has none of its tokens.
+    # A row before the first sequence has no tokens.
     return h, r, row, n, begin, end, t, (t >= begin) & (t < end), row == first_row
 
 
@@ -117,8 +118,8 @@ def _store_values(x, at, exists, d, value, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV"])
 def rotary_kernel(
-    # It has more than 25 parameters because all that the scan reads and hands on is made here in one pass.
-    q,  # [tokens, R, H, S], from token to token it is q_token elements
+    # It has more than 25 parameters because it computes all inputs and states of the scan in one pass.
+    q,  # [tokens, R, H, S]; q_token elements separate its tokens
     k,  # [tokens, R, H, S], likewise
     v,  # [tokens, HV, P], likewise
     q_bias,  # [HV, R, S]
@@ -170,7 +171,7 @@ def rotary_kernel(
         tl.store(products + ((t * HV + h) * R + r) * R + s, product, mask=exists)
     _store(q_turned, at, exists, i, q_a * cos - q_b * sin, q_a * sin + q_b * cos, S, HALVES)
 
-    # 2. Keys go to the place of the next token, or to the state.
+    # 2. Keys are stored at the place of the next token, or in the state.
     a, b = k_a * cos - k_b * sin, k_a * sin + k_b * cos
     _store(k_before, at + R * HV * S, has_next, i, a, b, S, HALVES)
     _store(last_k, at_state + t * 0, is_last, i, a, b, S, HALVES)
@@ -180,7 +181,7 @@ def rotary_kernel(
         _store(k_before, at_first, _one(begin) < end, i, first_a, first_b, S, HALVES)
         _store(last_k, _one(at_state), _one(begin) >= end, i, first_a, first_b, S, HALVES)
 
-    # 3. And so do values.
+    # 3. Values, likewise.
     if r == 0:
         d = tl.arange(0, BP)
         at_state = (n * HV + h) * P
@@ -199,7 +200,7 @@ def rotary_kernel(
 def _load_next(
     d_before, d_last, at_next, has_next, at_state, is_last, i, S: tl.constexpr, HALVES: tl.constexpr
 ):
-    """The gradients of tokens, which are at the place of the next or those of the last."""
+    """The gradients of tokens, stored at the place of the next token, or those of the last tokens."""
     a, b = _load_optional(d_before, at_next, has_next, i, S, HALVES)
     if d_last is not None:
         last_a, last_b = _load(d_last, at_state + at_next * 0, is_last, i, S, HALVES)
@@ -220,7 +221,8 @@ def _load_next_values(d_before, d_last, at_next, has_next, at_state, is_last, d,
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV"])
 def rotary_gradient_kernel(
-    # The arguments of the forward, the gradients that arrive, each of which may be None, and those that are wanted.
+    # The arguments of the forward, the gradients that arrive, each of which may be None, and the wanted
+    # gradients.
     q,
     k,
     q_bias,
@@ -267,7 +269,7 @@ def rotary_gradient_kernel(
         h = g * (HV // H) + of_group
         at, at_bias, at_state = ((t * R + r) * HV + h) * S, (h * R + r) * S, ((n * R + r) * HV + h) * S
 
-        # 1. Gradients of queries and keys, turned back; and of the angles
+        # 1. The gradients of queries and keys, rotated back; and of the angles
         cos, sin = _turn_of_tile(angle, (t * HV + h) * A, exists, i, A)
         q_a, q_b = _load_biased(q, at_q + r * H * S, exists, q_bias, at_bias, i, S, HALVES)
         k_a, k_b = _load_biased(k, at_k + r * H * S, exists, k_bias, at_bias, i, S, HALVES)
@@ -282,7 +284,7 @@ def rotary_gradient_kernel(
             at_angle = dangle + (((t * R + r) * HV + h) * A)[:, None] + i[None, :]
             tl.store(at_angle, cross * PI, mask=exists[:, None] & (i < A)[None, :])
 
-        # 2. With those of the products
+        # 2. The gradients through the products
         if d_products is not None:
             for s in tl.static_range(R):
                 at_products = d_products + (t * HV + h) * R * R
@@ -308,7 +310,7 @@ def rotary_gradient_kernel(
             a, b = tl.sum(y_a, 0)[None, :], tl.sum(y_b, 0)[None, :]
             _store(d_k_bias, at_sum, _one(0) == 0, i, a, b, S, HALVES)
 
-        # 3. Of values and of what is before the first token
+        # 3. The gradients of values and of the states before the first token
         if d_initial_k is not None:
             if is_first:
                 at_first = _one(((begin * R + r) * HV + h) * S)

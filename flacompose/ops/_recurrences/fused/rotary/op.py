@@ -1,4 +1,4 @@
-"""The registered op of the rotation: `inputs` lists its arguments, `eager` states what it computes."""
+"""The registered op of the rotary embedding: `inputs` lists its arguments, `eager` states the function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flacompose.ops._recurrences.fused.rotary.inputs import Inputs as Inputs  # 
 
 
 def _flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """For each number of a query and of a key a bias and its part of a turn; and the products."""
+    """For each number of a query and of a key a bias and its part of a rotation; and the products."""
     B, T, R, _, S = q
     return B * T * v[2] * R * S * (8 + 2 * R)
 

@@ -1,6 +1,7 @@
-"""The rotation token by token: the specification of this family.
+"""The rotary embedding token by token: the specification of the op.
 
-Mamba-3, https://arxiv.org/abs/2603.15569: complex numbers are turned, and the trapezoidal rule writes the token before.
+Mamba-3, https://arxiv.org/abs/2603.15569: complex numbers are rotated, and the trapezoidal rule writes the
+token before.
 """
 
 from __future__ import annotations

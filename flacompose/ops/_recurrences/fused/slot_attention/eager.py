@@ -44,7 +44,7 @@ def backward(
     of_values: Gradients = {}
     of_keys: Gradients = {}
     if do is not None or d_final_v is not None:
-        # The names of a pass, and those of what it gets: logits read with queries' names, slots written as keys.
+        # The arguments of the pass and the inputs they get: logits are queries, slots are keys.
         names = {"k": "s", "v": "v", "gk": "g", "initial_state": "initial_v"}
         wanted = {x for x, name in names.items() if name in call.wanted}
         if call.wants("q", "k", "s", "g", "initial_k"):
@@ -61,7 +61,7 @@ def backward(
         )
 
     def of_tokens(*gradients: Tensor | None) -> Tensor | None:
-        """The gradient of what the first query of each group is read with."""
+        """The gradient of an operand that is written with the first query of each group."""
         found = [x for x in gradients if x is not None]
         return _new(sum(found[1:], start=found[0])[:, :1]) if found else None
 

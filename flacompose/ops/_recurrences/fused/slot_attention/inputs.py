@@ -1,4 +1,4 @@
-"""What the op of slot attention takes and returns: all of it is of one token."""
+"""The signature of one token of slot attention: its arguments and results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Inputs(NamedTuple):
     q: Annotated[Tensor, "B T H G K", AUTOCAST]  # the G queries that read the state of a head; T is 1
     k: Annotated[Tensor, "B T H K", AUTOCAST]
     v: Annotated[Tensor, "B T H V", AUTOCAST]
-    s: Annotated[Tensor, "B T H M", AUTOCAST]  # what each slot takes of the token
+    s: Annotated[Tensor, "B T H M", AUTOCAST]  # the weight with which the token is written to each slot
     g: Annotated[Tensor, "B T H M", GATE]  # natural-log decay of the slots
     initial_k: Annotated[Tensor | None, "N H K M"] = None
     initial_v: Annotated[Tensor | None, "N H M V"] = None

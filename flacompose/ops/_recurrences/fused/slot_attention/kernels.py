@@ -31,9 +31,10 @@ def slot_attention_token_kernel(
 ):
     """Both passes, one program per sequence, head, query of its group, and block of the values.
 
-    A program goes over tiles of slots. Of each tile, all keys give the logits, and the block of values is read with
-    their softmax, which is rescaled as larger logits come. Every program works out the logits that it needs. Of what
-    several programs work out, one stores it, and none reads what another stores.
+    A program goes over tiles of slots. For each tile, all keys give the logits, and their softmax reads the
+    block of values. The softmax is rescaled when a larger logit comes. Every program computes the logits that
+    it needs. Of the states that several programs compute, one program stores each, and none reads the stores
+    of another.
     """
     scale = in_float32(scale)
     tile, query, bh = split_program(tl.cdiv(V, BV), G)
@@ -59,7 +60,7 @@ def slot_attention_token_kernel(
         g_ = tl.load(g + bh * M + m, mask=in_m, other=0.0)
         Sk = tl.zeros([BK, BM], tl.float32)
         Sv = tl.zeros([BM, BV], tl.float32)
-        # Both are on their way before either is needed.
+        # Both are loaded before either is needed.
         if initial_k is not None:
             Sk = tl.load(initial_k + at_Sk, mask=in_Sk, other=0.0).to(tl.float32)
         if initial_v is not None:
@@ -74,7 +75,7 @@ def slot_attention_token_kernel(
         Sv += s_[:, None] * v_[None, :]
         before = largest
         largest = tl.maximum(before, tl.max(logits, 0))
-        shift = tl.where(largest == float("-inf"), 0.0, largest)  # nothing has any weight yet
+        shift = tl.where(largest == float("-inf"), 0.0, largest)  # no slot has any weight yet
         p = tl.exp(logits - shift)
         kept = tl.exp(before - shift)
         total = total * kept + tl.sum(p, 0)

@@ -1,7 +1,7 @@
-"""The recurrence as the papers write it, token by token: the specification of this family.
+"""The recurrence as the papers write it, token by token: the specification of one token of slot attention.
 
 Gated slot attention, https://arxiv.org/abs/2409.07146, section 3; without gates attention with bounded memory control,
-https://arxiv.org/abs/2110.02488, whose slots are normalised by what they were written with until then.
+https://arxiv.org/abs/2110.02488, whose slots are normalised by the sum of their weights so far.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def slot_attention(
     q: Tensor,  # [B, T, HQ, K], HQ a multiple of H: neighbouring heads of q read the slots of one head
     k: Tensor,  # [B, T, H, K]
     v: Tensor,  # [B, T, H, V]
-    s: Tensor,  # [B, T, H, M], what each slot takes of the token; logits of it if g is absent
+    s: Tensor,  # [B, T, H, M], weights of the write to each slot; their logits if g is absent
     g: Tensor | None = None,  # [B, T, H, M], natural-log decay of the slots
     initial_state: tuple[Tensor, ...]
     | None = None,  # Hk [B, H, K, M], Hv [B, H, M, V], and without g z [B, H, M]

@@ -1,1 +1,1 @@
-"""Mamba-2's scan of head decay with all that surrounds it: time steps, a skip and a gate."""
+"""Mamba-2's scan: head decay with its time steps, skip and gate."""

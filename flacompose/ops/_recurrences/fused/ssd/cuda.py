@@ -1,9 +1,9 @@
-"""Launches of the Triton kernels: what CUDA runs, in float32, bfloat16 and float16.
+"""Launches of the Triton kernels on CUDA, in float32, bfloat16 and float16.
 
-Time steps and gates are made by one kernel, which takes the place of head decay's for gates. Its sweeps then skip and
-gate what they read, so that nothing of the size of the inputs is written and read again. Backwards, the sweep that
-stores the states computes the output once more, for the gradient of the gate, and makes the gradient that arrives at
-the scan.
+One kernel computes time steps and gates, in place of head decay's kernel of gates. The scan then applies
+skip and gate to its outputs, so that no further tensor of the size of the inputs is written and read.
+Backwards, the scan that stores the states computes the output once more, for the gradient of the gate, and
+the gradient of the scan's output.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     S, dS = scan.per_chunk_state(), scan.per_chunk_state()
 
     do = call.do.contiguous()
-    # Where nothing gates the sum, its gradient is that of the output.
+    # Without a gate, the gradient of the sum is that of the output.
     dy = operand(do) if inputs.z is None else scan.per_token(scan.H, scan.V, dtype=operand_dtype(do))
     given: dict[str, Any] = {"states": S, "dy": dy, "dz": dz, "d_skip": d_skip}
     if inputs.z is not None or d_skip is not None:
@@ -81,7 +81,8 @@ class _Launches(Launches):
         D = None if D is None else D.contiguous()
         self.skip: dict[str, Any] = {} if D is None else {"skip": D, "E": D.shape[1]}
         self.gate: dict[str, Any] = {} if z is None else dict(zip(("z", "z_token"), by_token(z), strict=True))
-        # That `dt` takes the place of the gates only says that there are some: `sum_gates` makes them.
+        # Head decay gets `dt` in place of gates only to know that there are gates: `sum_gates` computes
+        # them.
         super().__init__(Scan(C, B, x, dt, None, None, initial_state, cu_seqlens), gradients)
         assert self.tiles(transpose=False)[0] == 1, (
             "a program gates what it reads, which must be all that is read"
@@ -97,7 +98,7 @@ class _Launches(Launches):
     def of_time_steps(
         self, dg: Tensor, d_delta: Tensor, dt: Tensor | None, A: Tensor | None, dt_bias: Tensor | None
     ) -> dict[str, Tensor | None]:
-        """The gradients of those of the three that are given."""
+        """The gradients of `dt`, `A` and `dt_bias`, if given."""
         ddt = None if dt is None else self.per_token(self.H, dtype=dt.dtype)
         sums = [None if x is None else self.per_chunk(self.H) for x in (A, dt_bias)]
         self._of_gates(ssd_time_step_gradient_kernel, self.dt, self.A, self.dt_bias, dg, d_delta, ddt, *sums)

@@ -26,9 +26,9 @@ from flacompose.ops._tensors.packed import without_tail
 def composed(
     inputs: Inputs, scan: Callable[..., tuple[Tensor, Tensor]], skip: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, HV, V], final_state [N, HV, K, V])`` of functions that compute head decay and the gated skip."""
+    """``(o [B, T, HV, V], final_state [N, HV, K, V])``, by functions for scan and skip."""
     x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens, softplus, *limit = inputs
-    # A token in no sequence may hold anything. As 0 it adds nothing to the gradients of A and dt_bias.
+    # A token in no sequence may hold any number. With 0 it adds nothing to the gradients of A and dt_bias.
     (dt,) = without_tail(cu_seqlens, dt)
     dt = time_step(dt, dt_bias, softplus, x, (limit[0], limit[1]))
     g = bounded(log_decay(dt, upcast(A, x)))

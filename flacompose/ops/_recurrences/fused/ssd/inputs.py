@@ -1,4 +1,4 @@
-"""What the op of Mamba-2's scan takes and returns."""
+"""The signature of Mamba-2's scan: its arguments and results."""
 
 from __future__ import annotations
 

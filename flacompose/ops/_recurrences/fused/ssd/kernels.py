@@ -1,4 +1,4 @@
-"""Triton kernels of Mamba-2's time steps and gates, which both sweeps of head decay take, and of their gradients.
+"""Triton kernels of Mamba-2's time steps and gates, for the scans of head decay, and of their gradients.
 
 Delta_t = clamp(softplus(dt_t + dt_bias))        g_t = Delta_t A
 """
@@ -26,7 +26,7 @@ LEAST_GATE = tl.constexpr(lowest(torch.float32))
 
 @triton.jit
 def _time_steps(dt, dt_bias, at, h, mask, in_h, least, most, SOFTPLUS: tl.constexpr):
-    """The number before softplus, the one after it, and that within its bounds."""
+    """The number before softplus, the one after it, and the latter within its bounds."""
     x = tl.load(dt + at, mask=mask, other=0.0).to(tl.float32)
     if dt_bias is not None:
         x += tl.load(dt_bias + h, mask=in_h, other=0.0).to(tl.float32)[None, :]
@@ -41,7 +41,7 @@ def ssd_time_step_kernel(
     A,  # [H]
     dt_bias,  # [H]
     delta,  # [tokens, H]
-    sums,  # [chunks, H, C], as `gate_kernel` of head decay gives them
+    sums,  # [chunks, H, C], as from `gate_kernel` of head decay
     rest,  # [chunks, H, C]
     cu_seqlens,
     T,
@@ -53,7 +53,7 @@ def ssd_time_step_kernel(
     BH: tl.constexpr,
     SOFTPLUS: tl.constexpr,
 ):
-    """The time steps, and the running sums of the gates that they make, of a chunk and `BH` heads."""
+    """The time steps, and the running sums of their gates, of a chunk and `BH` heads."""
     row = tl.program_id(0).to(tl.int64)
     start, end = find_chunk(row, T, N, cu_seqlens, C)
     t, h = tl.arange(0, C), tl.program_id(1) * BH + tl.arange(0, BH)
@@ -73,9 +73,9 @@ def ssd_time_step_gradient_kernel(
     A,  # [H]
     dt_bias,  # [H]
     dg,  # [tokens, H], the gradient of gates
-    d_delta,  # [tokens, H], that of time steps through what they write
+    d_delta,  # [tokens, H], the gradient of time steps through their writes
     ddt,  # [tokens, H]
-    dA,  # [chunks, H], the sums over each chunk, as the following
+    dA,  # [chunks, H], the sums over each chunk, like `d_bias`
     d_bias,  # [chunks, H]
     cu_seqlens,
     T,
@@ -87,10 +87,10 @@ def ssd_time_step_gradient_kernel(
     BH: tl.constexpr,
     SOFTPLUS: tl.constexpr,
 ):
-    """The gradients of what makes time steps and gates, of a chunk and `BH` heads.
+    """The gradients of the inputs of time steps and gates, of a chunk and `BH` heads.
 
-    A gate below `LEAST_GATE`, whose exponential is 0, has none. A rate of -inf has none either, and one below `FORGETS`
-    gives none to time steps.
+    A gate below `LEAST_GATE`, whose exponential is 0, has no gradient. Neither has a rate of -inf, and a rate
+    below `FORGETS` gives time steps none.
     """
     row = tl.program_id(0).to(tl.int64)
     start, end = find_chunk(row, T, N, cu_seqlens, C)

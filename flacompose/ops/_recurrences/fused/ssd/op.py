@@ -16,7 +16,8 @@ from flacompose.ops._recurrences.fused.ssd.inputs import SIGNATURE, Inputs
 from flacompose.ops._recurrences.matrix.head_decay import op as head_decay
 from flacompose.ops._tensors.dtype import autocast_dtype
 
-# Of the states: what is read of a larger one is a sum over several programs, which is to be gated after it.
+# The most keys of a state: the read of a larger one is a sum over several programs, and the gate comes after
+# it.
 LARGEST = 256
 
 
@@ -30,9 +31,9 @@ operator = define_ops(SIGNATURE, eager, forms=("forward",), flops=_flops)["forwa
 def ssd(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``.
 
-    On CUDA it is one operator, also in graphs, whose kernels compute all that surrounds the scan. Other devices,
-    exported graphs, and ranks that share the tokens, which hand on the state, compute the operations of PyTorch around
-    that of head decay. Autocast does not cast `x` in the skip.
+    On CUDA it is one operator, also in graphs, whose kernels compute the skip and the gate around the scan
+    too. Other devices, exported graphs, and sequence parallel calls, which pass the state on, compute PyTorch
+    operations around that of head decay. Autocast does not cast `x` in the skip.
     """
     x = inputs.x
     kernels = x.is_cuda and x.dtype != torch.float64 and inputs.B.shape[3] <= LARGEST

@@ -1,4 +1,22 @@
-"""Launches of the Triton kernels: what CUDA runs, in float32, bfloat16 and float16."""
+"""Launches of channel decay on CUDA, in float32, bfloat16 and float16, and the table of their kernels.
+
+All are in kernels.py:
+
+    result                                    condition                                       kernel
+    states before chunks, their gradients     always                                          channel_decay_state_passing_kernel
+    o                                         no gv                                           channel_decay_plain_axis_kernel
+                                              gv                                              channel_decay_gated_axis_kernel
+    dv                                        no gv                                           channel_decay_plain_axis_kernel
+    dv, dgv                                   gv                                              channel_decay_gated_axis_kernel
+    dq, dk                                    neither gk nor u                                channel_decay_plain_axis_kernel
+    dq, dk, dgk, du                           gk or u                                         channel_decay_gated_axis_kernel
+    P, the products of pairs of tokens        for channel_decay_gated_axis_kernel; see `_Launches.gated`         channel_decay_score_kernel
+
+`channel_decay_plain_axis_kernel` with gates and `channel_decay_gated_axis_kernel` are launched twice: first for the chunks or tiles whose gates are
+factorisable, then for the others. Gates are factorisable if the sums over each half of a chunk, of 32 tokens,
+are above -45, and, where their gradient is wanted, if each gate is above -8 (float32: -4) or `lets_through`
+says so: see `gates`. `_Launches.plain` and `_Launches.gated` choose.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +83,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     )
     start, of_u = call.wanted_input("initial_state"), call.wanted_input("u")
     d_initial_state = None if start is None else chunks.state(start.dtype)
-    # By chunk, and zeros where there is none.
+    # One row per chunk; rows without a chunk stay zero.
     du = None if of_u is None else q.new_zeros(chunks.chunks + 1, *of_u.shape, dtype=torch.float32)
     q, k, v, do = map(operand, (q, k, v, call.do))
 
@@ -104,16 +122,16 @@ steps = recurrent
 
 
 def _with_probabilities(inputs: Inputs) -> Inputs:
-    """`inputs`, with `q` replaced by its softmax where it is logits."""
+    """`inputs`, with the logits `q` replaced by their softmax if `softmax` is set."""
     q, v = inputs.q, inputs.v
     return inputs._replace(q=slots.softmax(q, operand_dtype(v))) if inputs.softmax else inputs
 
 
 class _Launches(MatrixSequences):
-    """The launches of one call, and the gates and the bonus as they take them.
+    """The launches of one call, and their gates and bonus.
 
-    Each works along the value axis or, with `transpose`, along the key axis, with the gates of the axis that it
-    contracts and of the one that it writes. The bonus belongs to the key axis.
+    Each launch works along the value axis or, with `transpose`, along the key axis: it has the gates of the
+    axis that it contracts and of the axis that it writes. The bonus belongs to the key axis.
     """
 
     def __init__(self, inputs: Inputs) -> None:
@@ -126,7 +144,7 @@ class _Launches(MatrixSequences):
         self.row = Segments(self, self.chunks_of_row, self.H * self.tiles, state, gates)
 
     def sweep(self, a: Tensor, x: Tensor, reverse: bool = False, **tensors: Tensor | None) -> None:
-        """Launch `channel_decay_state_passing_kernel`, which fills what is given."""
+        """Launch `channel_decay_state_passing_kernel`, which fills the given ones of its results."""
         absent = dict.fromkeys(("initial", "states", "ends", "sum_gk", "sum_gv", "final"))
         given = {**absent, **tensors, "a": a, "x": x, "gk": self.gk, "gv": self.gv}
         sizes = {"K": self.K, "V": self.V, "SEGMENTS": self.row.count, **self.state_config}
@@ -157,7 +175,7 @@ class _Launches(MatrixSequences):
     ) -> Tensor:
         """``P[t, s] = scale * a_t . b_s`` within each chunk, decayed by `g`, or for ``s = t`` weighted by `u`.
 
-        Nothing for the chunks that are ``mild [chunks, H]``.
+        Chunks marked in ``mild [chunks, H]`` are left out.
         """
         D = a.shape[-1]
         P = self.per_chunk(self.H, CHUNK, CHUNK)
@@ -188,9 +206,9 @@ class _Launches(MatrixSequences):
         transpose: bool = False,
         for_gradient: bool = True,
     ) -> Tensor | None:
-        """Fill `out`, along an axis without gates. Returns which chunks of the other axis' gates are mild.
+        """Fill `out`, along an axis without gates; return which chunks have factorisable gates.
 
-        With `for_gradient` they are mild enough for the gradient of these gates too.
+        With `for_gradient` they are so for the gradient of these gates too.
         """
         g, u = (self.gv, None) if transpose else (self.gk, self.u)
         axes = self.axes(transpose)
@@ -230,9 +248,9 @@ class _Launches(MatrixSequences):
         mild: Tensor | None = None,
         transpose: bool = False,
     ) -> None:
-        """Fill what is given of `read`, `write`, `dg2` and `du`, along an axis with gates or a bonus.
+        """Fill `read`, `write`, `dg2` and `du`, if given, along an axis with gates or a bonus.
 
-        `mild` is what `plain` has found of these gates; without it, each tile finds out for itself.
+        `mild` are the marks that `plain` has returned for these gates. Without it, each tile tests its gates.
         """
         writes, reads = write is not None or dg2 is not None, read is not None or dg2 is not None
         if not (writes or reads or du is not None):
@@ -243,8 +261,9 @@ class _Launches(MatrixSequences):
         axes = self.axes(transpose)
         config = gated_config(self.bfloat16, axes["D1"], axes["D2"])
         tiles = tile_count(axes["D2"], config["BD2"])
-        # Where only reads are wanted and one tile holds the whole axis, the kernel makes P itself for chunks whose
-        # gates are mild. The tile sees all gates of a chunk, so `mild` tells `score` which whole chunks to leave out.
+        # If only reads are wanted and one tile has the whole axis, the kernel computes P itself for chunks
+        # with factorisable gates. The tile sees all gates of a chunk, so `mild` tells `score` which whole
+        # chunks to leave out.
         fused = not writes and g1 is None and self.u is None and isinstance(tiles, int) and tiles == 1
         P = None if fused else self.score(a, b, g1, None if transpose else self.u)
         known = mild is not None
@@ -264,7 +283,7 @@ class _Launches(MatrixSequences):
 def state_config(chip: Chip, bfloat16: bool, K: int, V: int, has_gk: bool) -> dict[str, int]:
     """Block sizes of the state, warps and pipeline stages.
 
-    Gates are worked on once for each tile of the other axis, which is therefore cut least.
+    The sums of gates are computed for each tile of the other axis, so that axis has the larger tiles.
     """
     if not bfloat16:
         return {"BK": block(K, 32), "BV": block(V, 32), "num_warps": 4, "num_stages": 2}
@@ -288,6 +307,6 @@ def plain_config(bfloat16: bool, D1: int, D2: int) -> dict[str, int]:
 
 
 def gated_config(bfloat16: bool, D1: int, D2: int) -> dict[str, int]:
-    """As `plain_config`. Triton 3.6 miscompiles narrower tiles in bfloat16 on Hopper."""
+    """`plain_config` for `channel_decay_gated_axis_kernel`. Triton 3.6 miscompiles narrower tiles in bfloat16 on Hopper."""
     BD1, BD2 = (64, 64) if bfloat16 else (block(D1, 32), block(D2, 32))
     return {"BD1": BD1, "BD2": BD2, "num_warps": 4, "num_stages": 2}

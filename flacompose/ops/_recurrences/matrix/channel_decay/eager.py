@@ -1,15 +1,16 @@
-"""Chunked PyTorch for channel decay: what every device without a Triton kernel runs.
+"""Chunked PyTorch of channel decay, for every device without a Triton kernel.
 
     S_t = diag(exp gk_t) S_{t-1} diag(exp gv_t) + k_t v_t^T        o_t = scale * S_t^T q_t
 
 or, with the bonus `u` of the current token, ``o_t = scale * (S_{t-1} + diag(u) k_t v_t^T)^T q_t``.
 
-Between chunks the state is swept (`_sweep`). Within a chunk every pair of tokens ``t > s`` meets with the weight
-``exp(g_{s+1} + ... + g_t)`` (`_pair`), split in two factors at a boundary between ``s`` and ``t``: both exponents are
-sums of gates, never a difference of cumulative sums, so nothing overflows or cancels, and a gate of -inf is a weight
-of 0. The boundary is the one at which ``s`` and ``t`` part when the chunk is halved, and halved again: at level ``b``
-the odd blocks of ``b`` tokens read what the even blocks before them wrote. A token meets itself undecayed, with the
-bonus where there is one: then a read stops before its own gate. All is functional and differentiable to any order.
+`_sweep` passes the state from chunk to chunk. Within a chunk every pair of tokens ``t > s`` has the weight
+``exp(g_{s+1} + ... + g_t)`` (`_pair`), split into two factors at a boundary between ``s`` and ``t``: both
+exponents are sums of gates, never a difference of cumulative sums, so nothing overflows or cancels, and a
+gate of -inf is a weight of 0. The chunk is halved, and halved again; the boundary is the first that separates
+``s`` and ``t``: at level ``b`` the odd blocks of ``b`` tokens read the writes of the even blocks before them.
+The pair of a token with itself is not decayed, and weighted by the bonus if there is one: then a read stops
+before its own gate. Everything is functional and differentiable to any order.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     gate_k, gate_v = (None if g is None else Gate(chunks.split(g), u is not None) for g in (gk, gv))
     bonus, diagonal = _bonus(u, k_), _dot(do_, v_)
 
-    # From other chunks: S is what they wrote before this one, dS the gradient of what they read after it. From this
+    # Through other chunks: S is the state before each chunk, dS the gradient of the state after it. Within a
     # chunk, by exchange of roles: dq, dk and dgk along the key axis, dv and dgv along the value axis.
     along_k, along_v = wants("q", "k", "gk"), wants("v", "gv")
     if wants("q", "gk", "gv"):
@@ -104,8 +105,9 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 class Gate:
     """The decays within one chunk, each the exponential of a sum of gates ``g [..., C, D]``.
 
-    `read` and `write` join a token to the chunk's start and end, `total` those two; `levels` holds, for blocks of
-    1, 2, 4, ... tokens, the weights of the odd blocks (from their start) and of the even ones (to their end).
+    `read` is the decay from the chunk's start to a token, `write` from a token to the chunk's end, and
+    `total` that of the chunk. `levels` are, for blocks of 1, 2, 4, ... tokens, the weights of the odd blocks
+    (from their start) and of the even ones (to their end).
     """
 
     def __init__(self, g: Tensor, read_before: bool) -> None:
@@ -185,7 +187,7 @@ def _sweep(
     start: Tensor | None,
     reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The states of ``a^T x``, decayed by both gates, as `Chunks.decaying_sweep` returns them."""
+    """The states of ``a^T x``, decayed by both gates, in the form of `Chunks.decaying_sweep`."""
     weigh = _read if reverse else _write
     decays = [] if gate_k is None else [gate_k.total.mT]
     decays += [] if gate_v is None else [gate_v.total]
@@ -207,9 +209,9 @@ def _pair(
     inner: Gate | None,
     outer: Gate | None,
 ) -> _Pairs:
-    """All pairs of one chunk: ``P[t, s] = a_t . b_s``, decayed by `inner`, joins x_s to y_t, decayed by `outer`.
+    """All pairs of a chunk: ``P[t, s] = a_t . b_s``, decayed by `inner`, with x_s, y_t, by `outer`.
 
-    ``P[t, t]`` is `diagonal`, which may differ from one element of x and y to the next.
+    ``P[t, t]`` is `diagonal`, which may differ between the elements of x and y.
     """
     a, b, diagonal, x = (z.unsqueeze(-2) for z in (a, b, diagonal, x))  # [..., C / b, b, D] with b = 1
     read, write = diagonal * x, a.new_empty(1, 1, 0)

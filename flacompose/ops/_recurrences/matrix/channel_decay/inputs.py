@@ -1,4 +1,4 @@
-"""What the ops of channel decay take and return."""
+"""The signature of channel decay: its arguments and results."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""Triton kernels for channel decay: the sweep of states over chunks, the pairs within a chunk.
+"""Triton kernels of channel decay: state passing over chunks, and the pairs of tokens within a chunk.
 
-The chunked algorithm is that of `eager`, where it is explained. Here a chunk is one tile and a level of blocks a mask:
-at each level every token plays one role, reader in an odd block or writer in an even one, with one weight and one row
-of one matrix product; `gates` has the sums of gates for it. Where the gates of a chunk are mild, one product holds all
-pairs.
+The module `eager` explains the chunked algorithm. Here a chunk is one tile and a level of blocks a mask: at
+each level every token has one role, reader in an odd block or writer in an even one, with one weight and one
+row of one matrix product. `gates` computes the sums of gates for it. Where the gates of a chunk are
+factorisable, one product contains all pairs.
 
-Output and gradients within a chunk are one computation. The vectors `a` and `b` of two tokens are contracted along one
-axis, D1, into the weight of the pair, ``P[t, s]``, which joins a third vector, `x` or `y`, along the other axis, D2:
+Output and gradients within a chunk are one computation. The vectors `a` and `b` of two tokens are contracted
+along one axis, D1, into the weight of the pair, ``P[t, s]``, which multiplies a third vector, `x` or `y`,
+along the other axis, D2:
 
     result                         a   b   x   y   D1  D2   kernel, where the gates `gk` and `gv` are given or not
     o_t  = sum over s of P v_s     q   k   v       K   V    plain without gv, gated with it (`read`)
@@ -16,10 +17,11 @@ axis, D1, into the weight of the pair, ``P[t, s]``, which joins a third vector, 
     dk_s = sum over t of P q_t     do  v       q   V   K    gated with gk (`write`)
                                    v   do  q       V   K    plain, `REVERSE`, without gk
 
-So `channel_decay_plain_axis_kernel` writes along an axis that no gate decays, and computes P itself. `channel_decay_gated_axis_kernel` writes along an axis
-that a gate decays, and computes the gradient of this gate too; it takes P from `channel_decay_score_kernel`, as its registers do not
-suffice to compute it, except where it only reads and its axis is one tile. What other chunks add comes from the states
-`S` before each chunk and their gradients `dS` after it, both of which `channel_decay_state_passing_kernel` stores.
+So `channel_decay_plain_axis_kernel` writes along an axis that no gate decays, and computes P itself. `channel_decay_gated_axis_kernel` writes along
+an axis that a gate decays, and computes the gradient of this gate too. Its registers do not suffice to
+compute P as well, except where it only reads and its axis is one tile, so it takes P from `channel_decay_score_kernel`. The
+contributions of other chunks come from the states `S` before each chunk and their gradients `dS` after it,
+both of which `channel_decay_state_passing_kernel` stores.
 """
 
 from __future__ import annotations
@@ -88,10 +90,10 @@ def channel_decay_state_passing_kernel(
     READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """``S <- diag(exp sum gk) S diag(exp sum gv) + a^T x`` from chunk to chunk, `a` and `x` decayed to the chunk's end.
+    """``S <- diag(exp sum gk) S diag(exp sum gv) + a^T x``, with `a` and `x` decayed to a chunk's end.
 
-    One program sweeps one segment of one sequence. It begins at zero if there is no `initial`, and stores what is given
-    of `states`, `ends` and `final`. `REVERSE` sweeps backwards in time.
+    One program passes the state through one segment of one sequence. It starts at zero if `initial` is
+    absent, and stores `states`, `ends` and `final`, if given. With `REVERSE` it goes backwards in time.
     """
     tiles_v = tl.cdiv(V, BV)
     scale = in_float32(scale)
@@ -120,7 +122,7 @@ def channel_decay_state_passing_kernel(
         if states is not None:
             at = states + ((row0 + chunk) * H + h) * K * V + at_state
             tl.store(at, S.to(states.dtype.element_ty), mask=in_state)
-        # 2. The chunk's vectors, decayed to its end or, backwards, to its start, and the decayed state.
+        # 2. The chunk's vectors, decayed to its end or, backwards, to its start; and the decayed state.
         token = lo + chunk * C + t
         at_k = (token * H + h)[None, :] * K + dk[:, None]
         in_k = (token < hi)[None, :] & (dk < K)[:, None]
@@ -144,10 +146,10 @@ def channel_decay_state_passing_kernel(
             S *= tl.exp(total)[None, :]
             if sum_gv is not None:
                 gates_v += total
-        # 3. What the chunk adds.
+        # 3. The update by the chunk.
         S += dot(a_, x_, DOT)
 
-    # 4. What is wanted of the segment.
+    # 4. The results of the segment.
     if sum_gk is not None:
         tl.store(sum_gk + at_end * K + dk, gates_k, mask=dk < K)
     if sum_gv is not None:
@@ -161,7 +163,7 @@ def channel_decay_state_passing_kernel(
 
 @triton.jit
 def _diagonal(a, b, u, h, d, D):
-    """``a_t . b_t``, weighted by any bonus ``u [H, D]``."""
+    """``a_t . b_t``, weighted by the bonus ``u [H, D]`` if there is one."""
     product = a.to(tl.float32) * b.to(tl.float32)
     if u is not None:
         product *= tl.load(u + h * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
@@ -175,7 +177,7 @@ def channel_decay_score_kernel(
     g,  # [tokens, H, D]
     u,  # [H, D]
     P,  # [chunks, H, C, C]
-    mild,  # [chunks, H], those to leave out
+    mild,  # [chunks, H], whether gates are factorisable: chunks to leave out
     cu_seqlens,
     T,
     N,
@@ -188,7 +190,7 @@ def channel_decay_score_kernel(
 ):
     """``P[t, s] = scale * a_t . b_s`` within a chunk, decayed by `g`, for ``s <= t``, with `u` for ``s = t``.
 
-    Only of chunks that are not `mild`, if that is given.
+    Chunks that are marked as factorisable in `mild`, if given, are left out.
     """
     scale = in_float32(scale)
     row, h, lo, hi = chunk_of_program(T, N, H, cu_seqlens, C)
@@ -223,7 +225,8 @@ def channel_decay_score_kernel(
     # 2. A token's product with itself.
     lower = tl.where(s <= t, lower, 0.0)
     if READ_BEFORE and (g is not None or u is not None):
-        # In the same token, a read before the decay and the write have different gates, which must not part them.
+        # In the same token, a read before the decay and the write have different gates, but no gate lies
+        # between them.
         lower = tl.where(t == s, diagonal[:, None], lower)
     at = P + (row * H + h) * C * C + t * C + s
     tl.store(at, lower * scale)
@@ -238,7 +241,7 @@ def channel_decay_plain_axis_kernel(
     u,  # [H, D1]
     S,  # [chunks, H, D1, D2], with the strides of states
     out,  # [tokens, H, D2]
-    mild,  # [chunks, H]
+    mild,  # [chunks, H], whether gates are factorisable
     cu_seqlens,
     T,
     N,
@@ -258,12 +261,13 @@ def channel_decay_plain_axis_kernel(
 ):
     """``out_t = sum over s of (scale * a_t . b_s) x_s + scale * S^T a_t``, along an axis that no gate decays.
 
-    `g` decays the products `a_t . b_s` and what is read from `S`, the state before the chunk; `u` weighs in ``a_t .
-    b_t``. `REVERSE`, backwards in time: later tokens `s`, and `S` the gradient of the state after the chunk, which
-    holds `scale` already.
+    `g` decays the products `a_t . b_s` and the read of `S`, the state before the chunk; `u` weights ``a_t .
+    b_t``. With `REVERSE` time runs backwards: `s` are later tokens, and `S` is the gradient of the state
+    after the chunk, which contains `scale` already.
 
-    With `g` it runs twice, for the chunks whose gates are mild (`MILD`), which it notes, and then for the others: one
-    kernel for both would need twice the registers. `FOR_GRADIENT`: what it notes holds for the gradient of `g` too.
+    With `g` it is launched twice: with `MILD` for the chunks whose gates are factorisable, which it marks in
+    `mild`, and then for the others, because one kernel for both would need twice the registers. With
+    `FOR_GRADIENT` the marks hold for the gradient of `g` too.
     """
     tiles = tl.cdiv(D2, BD2)
     scale = in_float32(scale)
@@ -278,7 +282,7 @@ def channel_decay_plain_axis_kernel(
     token = lo + i
     d2 = tile * BD2 + tl.arange(0, BD2)
 
-    # 1. By blocks of the contracted axis: the products of pairs of tokens, and what is read from the state.
+    # 1. In blocks of the contracted axis: the products of pairs of tokens, and the reads of the state.
     acc = tl.zeros([C, BD2], dtype=tl.float32)
     pairs = tl.zeros([C, C], dtype=tl.float32)
     diagonal = tl.zeros([C], dtype=tl.float32)
@@ -313,7 +317,7 @@ def channel_decay_plain_axis_kernel(
     if not REVERSE:
         acc *= scale
 
-    # 2. Whether the gates were mild. If not, all this is for the second launch.
+    # 2. Whether the gates were factorisable. If not, the second launch computes the chunk.
     if MILD and g is not None:
         is_mild = tl.max(sizes) < MILD_BOUND
         if FOR_GRADIENT and DOT != tl.float32:
@@ -322,7 +326,7 @@ def channel_decay_plain_axis_kernel(
         tl.store(mild + row * H + h, is_mild.to(tl.int8))
         if not is_mild:
             return
-    # 3. The pairs of which the first token comes first join `x`.
+    # 3. The pairs in causal order multiply `x`.
     pairs = tl.where(
         reads_gate(s, t, READ_BEFORE) if REVERSE else reads_gate(t, s, READ_BEFORE), pairs * scale, 0.0
     )
@@ -336,10 +340,10 @@ def channel_decay_plain_axis_kernel(
 def _other_chunks(
     P, a, b, g1, S, dS, tile, D1, state, BD1: tl.constexpr, READ_BEFORE: tl.constexpr, DOT: tl.constexpr
 ):
-    """What other chunks add to a `tile` of `channel_decay_gated_axis_kernel`, before `g2` decays it, from states that lie at `state`.
+    """The contributions of other chunks to a `tile` of `channel_decay_gated_axis_kernel`, before `g2` decays them.
 
-    Returns ``S^T a_t``, ``dS^T b_s`` and the gradient of the sum of `g2` over the chunk, ``sum over D1 of S dS``; and
-    where there is no `P`, the products ``a_t . b_s``.
+    Returns ``S^T a_t``, ``dS^T b_s`` and the gradient of the sum of `g2` over the chunk, ``sum over D1 of S
+    dS``; and if `P` is absent, the products ``a_t . b_s``.
     """
     token, end, h, d2, H, D2 = tile
     offset, stride1, stride2 = state
@@ -381,9 +385,9 @@ def _other_chunks(
 
 @triton.jit
 def _mild_chunk(sums, P, x, y, g2, S, dS, read, dg2, tile, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
-    """`sums` as `_other_chunks` gives them, decayed by `g2`, with the pairs of this chunk, those of one token excepted.
+    """`sums` of `_other_chunks`, decayed by `g2`, plus the pairs of two different tokens of this chunk.
 
-    The gates are mild: one product, referred to the chunk's middle, holds all pairs. Fills `dg2`.
+    The gates are factorisable: one product, relative to the chunk's middle, contains all pairs. Fills `dg2`.
     """
     before, after, d_total, pairs = sums
     t = tl.arange(0, C)[:, None]
@@ -409,8 +413,8 @@ def _mild_chunk(sums, P, x, y, g2, S, dS, read, dg2, tile, READ_BEFORE: tl.const
         transposed = tf32_rounded(tl.load(P + s * C + t, mask=t != s, other=0.0), DOT)
         after += rounded_dot(transposed, reader, DOT)
     if dg2 is not None:
-        # A pair that the gate does not decay is added and subtracted. Both times it is a product of the same rounded
-        # factors, so that it cancels.
+        # A pair that the gate does not decay is added and subtracted. Both times it is a product of the same
+        # rounded factors, so it cancels.
         dg = tl.where(late, late_sum[None, :], early_sum[None, :])
         dg += select(from_middle(s, t), reader * before - writer * after, DOT)
         if READ_BEFORE:
@@ -421,7 +425,8 @@ def _mild_chunk(sums, P, x, y, g2, S, dS, read, dg2, tile, READ_BEFORE: tl.const
         store_tile(dg2, dg, *tile)
     if read is not None:
         if DOT != tl.float32:
-            # What rounding took from P. It is added last, as the gate's gradient needs two products of equal factors.
+            # The rounding error of P. It is added last, since the gate's gradient needs two products of equal
+            # factors.
             if P is not None:
                 pairs = tl.load(P + t * C + s)
             rest = tl.where(t == s, 0.0, pairs - tf32_rounded(pairs, DOT))
@@ -432,7 +437,7 @@ def _mild_chunk(sums, P, x, y, g2, S, dS, read, dg2, tile, READ_BEFORE: tl.const
 
 @triton.jit
 def _strong_chunk(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
-    """As `_mild_chunk`, for any gates: at each level of blocks one product holds the pairs of sibling blocks."""
+    """`_mild_chunk` for any gates: one product for each level of blocks has the pairs of sibling blocks."""
     before, after, d_total, _ = sums
     t = tl.arange(0, C)[:, None]
     s = tl.arange(0, C)[None, :]
@@ -449,7 +454,7 @@ def _strong_chunk(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE: tl.constexpr
     for level in range(LEVELS):
         odd = ((t >> level) & 1) == 1
         weight = tl.exp(select(in_local_sum(t, s, level, READ_BEFORE), g, DOT))
-        # Readers and writers in one product: P where a reader is the row, its transpose where a writer is.
+        # Readers and writers in one product: P where the row is a reader, its transpose where it is a writer.
         at = tl.where(odd, t * C + s, s * C + t)
         pairs = tf32_rounded(tl.load(P + at, mask=siblings(t, s, level), other=0.0), DOT)
         if S is None:
@@ -472,9 +477,9 @@ def _strong_chunk(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE: tl.constexpr
 
 @triton.jit(do_not_specialize=["T", "N", "H", "scale"])
 def channel_decay_gated_axis_kernel(
-    # One kernel makes the sums of what reads and of what writes, because both take the same pairs and states. So it has
-    # more than 25 parameters.
-    P,  # [chunks, H, C, C], from `a` and `b` here if there is none
+    # One kernel computes the sums of readers and of writers, because both need the same pairs and states. So
+    # it has more than 25 parameters.
+    P,  # [chunks, H, C, C]; if absent, computed here from `a` and `b`
     a,  # [tokens, H, D1]
     b,  # [tokens, H, D1]
     x,  # [tokens, H, D2]
@@ -507,13 +512,13 @@ def channel_decay_gated_axis_kernel(
 ):
     """``read_t = sum over s of P[t, s] x_s + scale * S^T a_t``, along an axis that the gate `g2` decays.
 
-    And ``write_s = sum over t of P[t, s] y_t + dS^T b_s``, and the gradients of `g2` and of `u`, which weighs in ``P[t,
-    t]``: what is given of the four is filled. `S` is the state before the chunk, `dS` the gradient of the state after
-    it.
+    And ``write_s = sum over t of P[t, s] y_t + dS^T b_s``, and the gradients of `g2` and of `u`, which
+    weights ``P[t, t]``. It fills the results that are given. `S` is the state before the chunk, `dS`
+    the gradient of the state after it.
 
-    It runs twice, for the tiles whose gates are mild (`MILD`), which it notes unless that is `KNOWN`, and then for the
-    others: one kernel for both would need twice the registers. Registers are scarce, so inputs are loaded again rather
-    than kept.
+    It is launched twice: with `MILD` for the tiles whose gates are factorisable, which it marks in `mild`
+    unless that is `KNOWN`, and then for the others, because one kernel for both would need twice the
+    registers. Registers are scarce, so inputs are loaded again rather than kept.
     """
     tiles = tl.cdiv(D2, BD2)
     scale = in_float32(scale)
@@ -524,7 +529,7 @@ def channel_decay_gated_axis_kernel(
     t, s = i[:, None], i[None, :]
     token = lo + i
     d2 = column * BD2 + tl.arange(0, BD2)
-    # 1. Whether the gates are mild, and with it whether the tile is for this launch.
+    # 1. Whether the gates are factorisable, and so whether this launch computes the tile.
     at_mild = mild + (row * H + h if KNOWN else (row * H + h) * tiles + column)
     if KNOWN or not MILD:
         if (tl.load(at_mild) != 0) != MILD:
@@ -543,7 +548,7 @@ def channel_decay_gated_axis_kernel(
         if not is_mild:
             return
 
-    # 2. What other chunks add, through the states.
+    # 2. The contributions of other chunks, through the states.
     tile = token, hi, h, d2, H, D2
     state = (row * H + h) * D1 * D2, stride1, stride2
     before, after, d_total, pairs = _other_chunks(P, a, b, g1, S, dS, tile, D1, state, BD1, READ_BEFORE, DOT)
@@ -559,8 +564,8 @@ def channel_decay_gated_axis_kernel(
             before, after = _mild_chunk(sums, P, x, y, g2, S, dS, read, dg2, tile, READ_BEFORE, DOT)
         else:
             before, after = _strong_chunk(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE, DOT)
-    # 4. No gate decays the pair of a token with itself. It joins last, as it would drown the others in the gate's
-    # gradient.
+    # 4. No gate decays the pair of a token with itself. It is added last, since it would drown the others in
+    # the gate's gradient.
     diagonal = (
         tl.sum(tl.where(t == s, pairs, 0.0), 1)[:, None] if P is None else tl.load(P + i * C + i)[:, None]
     )

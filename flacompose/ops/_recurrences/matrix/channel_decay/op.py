@@ -11,7 +11,7 @@ from flacompose.ops._recurrences.matrix.channel_decay.inputs import (
 
 
 def _of_state(inputs: Inputs) -> Inputs:
-    """The same without what only reads a state."""
+    """The inputs without `u` and `softmax`, which only concern reads of the state."""
     return inputs._replace(u=None, softmax=False)
 
 

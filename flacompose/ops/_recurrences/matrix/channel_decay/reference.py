@@ -1,7 +1,8 @@
-"""The recurrence as the paper writes it, token by token: the specification of this family.
+"""The recurrence as the papers write it, token by token: the specification of channel decay.
 
 Gated linear attention, https://arxiv.org/abs/2312.06635, section 3 and equation 3; with a gate on the value
-axis as gated slot attention has it (2409.07146), and the read before the decay and bonus of RWKV6 (2404.05892).
+axis as in gated slot attention (2409.07146), and the read before the decay and the bonus of RWKV6
+(2404.05892).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Launches for the softmax of slots' logits, and its gradient."""
+"""Launches of the softmax of slots' logits, and of its gradient."""
 
 from __future__ import annotations
 

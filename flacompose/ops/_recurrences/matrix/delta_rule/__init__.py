@@ -1,1 +1,1 @@
-"""The delta rule: a key's old value is read from the decayed state before its new one is written."""
+"""The delta rule: a write replaces the old value of its key, which is read from the decayed state."""

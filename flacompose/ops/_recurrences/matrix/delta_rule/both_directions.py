@@ -1,4 +1,4 @@
-"""The sweeps forwards and backwards in time in one launch, for a backward pass whose programs are few."""
+"""State passing forwards and backwards in time in one launch, for a backward pass with few programs."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def delta_both_directions_kernel(
     READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Fills `r` and `states` forwards in time, and what is given of the gradients backwards.
+    """Fills `r` and `states` forwards in time, and the given ones of the gradients backwards in time.
 
-    The grid has a second axis, of size 2: its first half are the programs of `delta_state_passing_kernel`, and its second half those
-    of `delta_backward_state_passing_kernel`. No program waits for another.
+    The grid has a second axis of size 2: the first half are programs of `delta_state_passing_kernel`, the second half
+    programs of `delta_backward_state_passing_kernel`. No program waits for another.
     """
     if tl.program_id(1) == 0:
         delta_state_passing_kernel(

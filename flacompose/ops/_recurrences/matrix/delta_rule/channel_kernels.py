@@ -1,32 +1,45 @@
-"""Triton kernels for the delta rule with a gate per channel: the pairs of each chunk, and the gradients.
+"""Triton kernels of the delta rule with a gate per channel: the WY factors of each chunk, and the gradients.
 
-With such gates, `delta_channel_factor_kernel` takes the place of `pair_kernel` before the sweeps of `kernels`. The other two
-kernels make the gradients of queries, keys, `a`, beta and gates.
+With such gates, `delta_channel_factor_kernel` computes the WY factors for the state passing of `kernels`. The other
+two kernels compute the gradients of queries, keys, `a`, beta and gates. Which kernel computes the gradients,
+those of gates included, depends on the strength of gates, for one gate everywhere as in the first column:
 
-Each token reads the state twice: by its key, or by `a` where that is given, before it writes and with the gradient
-``-dv``, and by its query, with the gradient ``do``. It writes ``u = beta r`` by its key. `S` is the state before a
-chunk, ``dS`` the gradient of the state after it, and ``D[t, s]`` the sum of the gates ``s + 1`` to `t`, one number for
-each channel. `delta_channel_product_gradient_kernel` makes the gradients of the products of queries and keys, without the factor beta.
-They are the same for all channels:
+    gates         condition in bfloat16         kernel                 file                       chip
+    0 to -1.4     32 tokens sum to above -45,   delta_channel_gradient_kernel         hopper_channels.py         Hopper
+                  each gate is above -8
+    -1.4 to -5.6  8 tokens sum to above -45,    channel_block_kernel   hopper_channel_blocks.py   Hopper
+                  each gate is above -8
+    below -5.6    otherwise                     delta_channel_gradient_kernel         channel_kernels.py         Hopper
+    any                                         delta_channel_gradient_kernel         channel_kernels.py         others
+
+`delta_channel_factor_kernel` of `hopper_channel_pairs` tests the first condition for each chunk and writes
+`mild_chunks`. `channel_block_kernel` tests the second for each tile of channels and writes `mild`.
+`channel_gradients` of `gradient_launches` launches all three, and each kernel returns at once for chunks that
+are not its own. KDA's gates, if they are bounded by -5, never need the last one. The WY factors are computed
+by `delta_channel_factor_kernel`: that of `hopper_channel_pairs` if 8 tokens sum to above -45, otherwise that of this
+file.
+
+The state has two reads per token: by the key, or by `a` where it is given, before the token writes and with
+the gradient ``-dv``; and by the query, with the gradient ``do``. The key writes ``u = beta r``. `S` is the
+state before a chunk, ``dS`` the gradient of the state after it, and ``D[t, s]`` the sum of the gates ``s +
+1`` to `t`, one number for each channel. `delta_channel_product_gradient_kernel` computes the gradients of the products of
+queries and keys, without the factor beta. They are the same for all channels:
 
     of_q[t, s] = scale * do_t . r_s  for s <= t        of_k[t, s] = -dv_t . r_s  for s < t
 
-`delta_channel_gradient_kernel` joins them with the vectors:
+`delta_channel_gradient_kernel` multiplies them by the vectors:
 
     dq_t      = scale * exp(D[t, start]) S do_t + sum over s of beta_s of_q[t, s] exp(D[t, s]) k_s
     dk_read_t =       - exp(D[t, start]) S dv_t + sum over s of beta_s of_k[t, s] exp(D[t, s]) k_s
     written_s = exp(D[end, s]) dS r_s + sum over t of exp(D[t, s]) (of_q[t, s] q_t + of_k[t, s] a_t)
     da_t      = dk_read_t        dk_s = beta_s written_s        dbeta_s = written_s . k_s
 
-Where `a` is the key, both of its gradients are added.
+Where `a` is the key, its gradient is the sum of both.
 
-The gradient of a gate is the sum of all of these terms whose exponents contain it, each multiplied by its query or key.
-As in channel decay, where this is explained, one product referred to the chunk's middle holds all pairs where the gates
-are mild, and where they are not, there is one for each level of blocks. Beta is a weight of the keys that write, and
-never a divisor.
-
-On Hopper, `hopper_channel_pairs` makes the pairs where gates are mild in blocks of 16 tokens. `hopper_channels` makes
-the gradients where they are mild in the chunk, and `hopper_channel_blocks` where they are so in blocks.
+The gradient of a gate is the sum of all terms whose exponents contain it, each multiplied by its query or
+key. As in channel decay, which explains this, one product relative to the chunk's middle contains all pairs if
+the gates are factorisable. If they are not, there is one product for each level of blocks. Beta is a weight
+of the writing keys, and never a divisor.
 """
 
 from __future__ import annotations
@@ -74,7 +87,7 @@ from flacompose.ops._tiles.blocks import (
 
 @triton.jit
 def _mild_sums(gk, i, size, d, HV, K: tl.constexpr, DOT: tl.constexpr):
-    """The gates of channels `d`, their sums from a chunk's middle, and for each token the size that must be bounded."""
+    """The gates of channels `d`, their sums from a chunk's middle, and the size that must be bounded."""
     # Kept in float32 as well: rounding a number and widening it again takes slow instructions.
     g = bounded(load_tile(gk, i, size, 0, d, HV, K)).to(tl.float32)
     middle, _ = middle_sums(g.to(gk.dtype.element_ty), i[:, None], i[None, :], False, DOT)
@@ -101,9 +114,9 @@ def _mild_pairs(
     K: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """`of_q` and `of_k` with the products of channels `d`, the keys that write, and the decay from the chunk's middle.
+    """`of_q` and `of_k` with the products of channels `d`, the writing keys, and the late half's decay.
 
-    The queries and keys that read are stored, and so is `total`.
+    The decayed queries and reading keys are stored, and so is `total`.
     """
     at_q = i, size, 0, d, H, K
     at_g = i, size, 0, d, HV, K
@@ -113,7 +126,7 @@ def _mild_pairs(
     to_middle = tl.exp(middle)
     from_start = tl.exp(early)[None, :]
     k_ = load_tile(k, *at_q)
-    # Registers are scarce: the readers wait in shared memory for the writer.
+    # Registers are scarce: the readers are in shared memory until the writer is computed.
     reader = load_tile(q, *at_q) * to_middle
     store_tile(q_read, reader * from_start, *at_g)
     reader_q = in_parts(tl.trans(reader), DOT)
@@ -131,10 +144,11 @@ def _mild_pairs(
 
 @triton.jit
 def _pairs(q, k, a, g, s, t, IN_BLOCKS: tl.constexpr, DOT: tl.constexpr):
-    """The products of `q` and of `a` with the keys `k` that write, at ``[s, t]``, decayed by any gates.
+    """The products of `q` and of `a` with the writing keys `k`, at ``[s, t]``, decayed by any gates.
 
-    At each level of blocks the readers are the rows of odd blocks, and the writers those of even ones. With `IN_BLOCKS`
-    one product holds all pairs in blocks of 16 tokens, where gates are mild about their middle.
+    At each level of blocks the readers are the rows of odd blocks, and the writers the rows of even ones.
+    With `IN_BLOCKS` one product contains all pairs in blocks of 16 tokens, where gates are factorisable about
+    the middle of the block.
     """
     of_q = tl.where(s == t, tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[:, None], 0.0)
     of_a = tl.zeros([C, C], dtype=tl.float32)
@@ -162,7 +176,7 @@ def _pairs(q, k, a, g, s, t, IN_BLOCKS: tl.constexpr, DOT: tl.constexpr):
 def delta_channel_factor_kernel(
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
-    a,  # [tokens, H, K], the keys that read, if they are not `k`
+    a,  # [tokens, H, K], reading keys, if they are not `k`
     beta,  # [tokens, HV]
     gk,  # [tokens, HV, K]
     W,  # [tokens, HV, K]
@@ -171,7 +185,7 @@ def delta_channel_factor_kernel(
     q_read,  # [tokens, HV, K]
     k_read,  # [tokens, HV, K]
     total,  # [chunks, HV, K]
-    mild,  # [chunks, HV]
+    mild,  # [chunks, HV], whether gates are factorisable
     cu_seqlens,
     T,
     N,
@@ -187,12 +201,15 @@ def delta_channel_factor_kernel(
 ):
     """Fills `W`, `P`, `q_read`, `k_read`, `total` and, if given, `Y`.
 
-    It runs twice, for the chunks whose gates are mild (`MILD`), which it notes, and then for the others: one kernel for
-    both would need twice the registers. On Hopper another kernel comes first, and leaves chunks that are not mild in
-    blocks. There `IN_BLOCKS` is false, which takes less time to compile. With mild gates, all follows from the sums of
-    gates to the chunk's middle. The sums to the chunk's start and to its end differ from them by one number per
-    channel, the same for all tokens. With `KEEP` the keys that write, which are computed from these sums, are kept
-    until the last product, and otherwise computed again, as they are where gates are not mild.
+    It is launched twice: with `MILD` for the chunks whose gates are factorisable, which it marks in `mild`,
+    and then for the others, because one kernel for both would need twice the registers. On Hopper another
+    kernel replaces the first launch, and leaves the chunks that are not factorisable in blocks. `IN_BLOCKS`
+    is false then, which takes less time to compile.
+
+    If the gates are factorisable, all decays follow from the sums of gates to the chunk's middle. The sums to
+    the chunk's start and to its end differ from them by one number per channel, the same for all tokens. With
+    `KEEP` the writing keys, which are computed from these sums, are kept until the last product. Otherwise
+    they are computed again.
     """
     scale = in_float32(scale)
     row, h, lo, hi = chunk_of_program(T, N, HV, cu_seqlens, C)
@@ -216,9 +233,9 @@ def delta_channel_factor_kernel(
     i = tl.arange(0, C)
     s, t = i[:, None], i[None, :]
     size = size_of_chunk(lo, hi, C)
-    # 1. What reads, and the products of pairs of tokens, if the gates are those of this launch.
-    # Rows are tokens that write, columns tokens that read. Their sums of gates are the same, as a token reads after its
-    # gate.
+    # 1. The readers, and the products of pairs of tokens, if the gates are those of this launch. Rows are
+    # writing tokens, columns reading tokens. The sums of gates are the same for both, because a token reads
+    # after its gate.
     of_q = tl.zeros([C, C], dtype=tl.float32)
     of_k = tl.zeros([C, C], dtype=tl.float32)
     writers: tl.tuple = ()
@@ -228,7 +245,7 @@ def delta_channel_factor_kernel(
             d = d0 + tl.arange(0, BK)
             g, middle, largest = _mild_sums(gk, i, size, d, HV, K, DOT)
             if not tl.max(largest) < MILD_BOUND:
-                tl.store(mild + rh, 0)  # the second launch overwrites what is stored until here
+                tl.store(mild + rh, 0)  # the second launch overwrites all that is stored so far
                 return
             of_q, of_k, writer, late = _mild_pairs(
                 g, middle, q, k, a, q_read, k_read, total, of_q, of_k, i, size, d, H, HV, K, DOT
@@ -236,7 +253,7 @@ def delta_channel_factor_kernel(
             writers += (in_parts(writer, DOT),)
             to_end += (late,)
     elif MILD:
-        # A loop, since its body for each of many blocks would not fit in the cache of instructions.
+        # A loop, because an unrolled body for many blocks would not fit in the instruction cache.
         largest = tl.zeros([C], dtype=tl.float32)
         for d0 in range(0, K, BK):
             d = d0 + tl.arange(0, BK)
@@ -304,9 +321,9 @@ def delta_channel_product_gradient_kernel(
     BV: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """``of_q[t, s] = scale * do_t . r_s`` and ``of_k[t, s] = -dv_t . r_s`` for ``s < t``, and the former for ``s = t``.
+    """``of_q[t, s] = scale * do_t . r_s`` for ``s <= t``, and ``of_k[t, s] = -dv_t . r_s`` for ``s < t``.
 
-    For products in TF32 they are rounded here.
+    They are rounded here for products in TF32.
     """
     scale = in_float32(scale)
     row, h, lo, hi = chunk_of_program(T, N, HV, cu_seqlens, C)
@@ -358,8 +375,8 @@ def by_levels(
 ):
     """Adds the pairs of readers `x` and `writer`, one product for each level of blocks, to the three gradients.
 
-    In it, readers are the rows of odd blocks, and writers those of even ones. What was rounded off of `pairs`, if it is
-    stored, begins `rest` elements after them.
+    At each level, readers are the rows of odd blocks, and writers the rows of even ones. If the rounding
+    errors of `pairs` are stored, they begin `rest` elements after `pairs`.
     """
     t = tl.arange(0, C)[:, None]
     s = tl.arange(0, C)[None, :]
@@ -382,17 +399,17 @@ def by_levels(
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def delta_channel_gradient_kernel(
-    # One kernel makes the gradients of what reads and of what writes, because both take the same gates, states and
-    # pairs. So it has more than 25 parameters.
+    # One kernel computes the gradients of readers and of writers, because both need the same gates, states
+    # and pairs. So it has more than 25 parameters.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
-    a,  # [tokens, H, K], the keys that read, if they are not `k`
+    a,  # [tokens, H, K], reading keys, if they are not `k`
     beta,  # [tokens, HV]
     gk,  # [tokens, HV, K]
     r,  # [tokens, HV, V]
     do,  # [tokens, HV, V]
     dv,  # [tokens, HV, V]
-    pairs,  # [chunks, HV, 2, C, C], from `delta_channel_product_gradient_kernel` or, on Hopper, `channel_block_kernel`, as `diagonal` is
+    pairs,  # [chunks, HV, 2, C, C], from `delta_channel_product_gradient_kernel` or `channel_block_kernel`, like `diagonal`
     diagonal,  # [chunks, HV, C]
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it
@@ -401,7 +418,7 @@ def delta_channel_gradient_kernel(
     da,  # [tokens, HV, K], if `a` is given
     dbeta,  # [tokens, tiles of K, HV], to be added up
     dgk,  # [tokens, HV, K]
-    mild,  # [chunks, HV, tiles of K]
+    mild,  # [chunks, HV, tiles of K], whether gates are factorisable
     cu_seqlens,
     T,
     N,
@@ -417,9 +434,10 @@ def delta_channel_gradient_kernel(
 ):
     """The gradients of queries, keys, `beta` and, if given, of gates, for a chunk and a tile of channels.
 
-    It runs twice, for the tiles whose gates are mild (`MILD`), which it notes, and then for the others: one kernel for
-    both would need twice the registers. After the kernels for Hopper it runs for the others only. Registers are scarce,
-    so that queries and keys read one after the other, and inputs are loaded again rather than kept.
+    It is launched twice: with `MILD` for the tiles whose gates are factorisable, which it marks in `mild`,
+    and then for the others, because one kernel for both would need twice the registers. After the kernels for
+    Hopper only the second launch is needed. Registers are scarce, so queries and keys are processed one after
+    the other, and inputs are loaded again rather than kept.
     """
     scale = in_float32(scale)
     tiles: tl.constexpr = (K + BK - 1) // BK
@@ -461,11 +479,12 @@ def delta_channel_gradient_kernel(
     d_states += rh * K * V
     beta_t = load_numbers(beta, first, i, size, HV)[:, None]
 
-    # 1. What keys write, through the state after the chunk, and the gates that decay the state before it.
+    # 1. The writes of keys, through the state after the chunk, and the gates that decay the state before it.
     written = of_state(r, d_states, size, HV, V, d, K, BV, DOT)
     d_total = tl.zeros([BK], dtype=tl.float32)
     if dgk is not None:
-        # Not in the loop of the product: Triton 3.6 overwrites what a product still reads where it is read twice.
+        # Not in the loop of the product: Triton 3.6 overwrites an operand that a product still reads if it is
+        # read twice.
         for v0 in range(0, V, BV):
             d2 = v0 + tl.arange(0, BV)
             S = load_state(states, d, d2, K, V).to(tl.float32)
@@ -479,8 +498,9 @@ def delta_channel_gradient_kernel(
         writer = tf32_rounded(load_tile(k, *at_q) * beta_t * tl.exp(-middle), DOT)
         from_start = tl.exp(tl.sum(tl.where(late, 0.0, g.to(tl.float32)), 0))[None, :]
         written *= tl.exp(tl.sum(tl.where(late, g.to(tl.float32), 0.0), 0))[None, :]
-        # A row of `d_gates` is the gradient of the sum of gates from the middle to its token. The last early token has
-        # no gate in that sum, so its row holds what all early gates get; the last sum contains all late gates.
+        # A row of `d_gates` is the gradient of the sum of gates from the middle to its token. The last early
+        # token has no gate in that sum, so its row holds the gradient that all early gates share. The last
+        # sum contains all late gates.
         early_row = t == C // 2 - 1
         d_gates = tl.where(early_row, d_total[None, :], 0.0)
         d_gates += tl.where(t == C - 1, (d_total + tl.sum(writer * written, 0))[None, :], 0.0)
@@ -490,8 +510,8 @@ def delta_channel_gradient_kernel(
         d_gates = tl.zeros([C, BK], dtype=tl.float32) + d_total[None, :]
         if dgk is not None:
             d_gates += select(t > s, load_tile(k, *at_q) * beta_t * written, DOT)
-    # 2. What queries and keys read, through the state before the chunk and through its pairs. The latter add to what
-    # keys write.
+    # 2. The reads of queries and keys, through the state before the chunk and through pairs. The pairs also
+    # add to the writes of keys.
     for reader in range(2):
         of_q = reader == 0
         x = load_tile(q if of_q else key_reader, *at_q)
@@ -499,8 +519,8 @@ def delta_channel_gradient_kernel(
         d_reader *= (scale if of_q else -1.0) * from_start
         of_pairs = pairs + reader * C * C
         if MILD:
-            # A pair that a gate does not decay is added to its gradient and subtracted. Both times it is a product of
-            # the same rounded factors, so that it cancels.
+            # A pair that a gate does not decay is added to its gradient and subtracted. Both times it is a
+            # product of the same rounded factors, so it cancels.
             x = tf32_rounded(x * to_middle, DOT)
             if dgk is not None:
                 d_gates += tl.where(early_row, tl.sum(x * d_reader, 0)[None, :], 0.0)
@@ -517,8 +537,8 @@ def delta_channel_gradient_kernel(
                 x, k_beta, g, of_pairs, d_reader, written, d_gates, dgk is not None, False, DOT
             )
         if of_q:
-            # No gate decays the pair of a token with itself. It joins last, here and below: it would drown the others
-            # in the gate's gradient.
+            # No gate decays the pair of a token with itself. It is added last, here and below, since it would
+            # drown the others in the gate's gradient.
             k_beta = load_tile(k, *at_q) * beta_t
             store_tile(dq + first * K, d_reader + tl.load(diagonal + i)[:, None] * k_beta, *at_g)
     # 3. The gradients of gates, keys and `beta`.

@@ -1,4 +1,30 @@
-"""What CUDA runs, in float32, bfloat16 and float16: launches of the Triton kernels, in their order."""
+"""Launches of the delta rule on CUDA, in float32, bfloat16 and float16, and the table of their kernels.
+
+Forward, for each chunk the WY factors, then state passing ("read by `k`" is: without `a` and `read_before`):
+
+    gates          condition                                 kernel                     file
+    heads or none  Hopper, K and V 64 or 128, read by `k`    inverse_kernel             hopper_pairs.py
+                                                             sweep_kernel               hopper_sweep.py
+    heads or none  Hopper, K 64 or 128                       pair_kernel                hopper_pairs.py
+    heads or none  otherwise                                 pair_kernel                kernels.py
+    channels       Hopper, K 64 or 128, gates factorisable   channel_pair_kernel        hopper_channel_pairs.py
+                   about the middles of blocks
+    channels       otherwise                                 channel_pair_kernel        channel_kernels.py
+    any            long rows: state before each segment      join_kernel                kernels.py
+    any            state passing, but in the first line      sweep_kernel               kernels.py
+
+Backward, `sweep_kernel` or `two_way_kernel` for the states, `reverse_kernel` for their gradients, and for
+each chunk:
+
+    heads or none  Hopper, read by `k`, K = V, many programs reverse_gradient_kernel    hopper_reverse.py
+    heads or none  Hopper, at most 4 heads share keys        gradient_kernel            hopper_gradients.py
+    heads or none  K > 128 (float32: > 32)                   gradient_from_pairs_kernel stored_pairs.py
+    heads or none  otherwise                                 gradient_kernel            gradients.py
+    channels       see the table of `channel_kernels`
+
+The gradient of gates of heads follows from the gradients of their sums: `gate_gradient_kernel` of scalar
+decay. `Launches`, `GradientLaunches` and `Sweeps` choose the kernels.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +70,12 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         S = rule.per_chunk_state()
     if by_reads and not both_ways:
         rule.sweep(r=r, states=S)
-        rule.factors["Y"] = None  # gives its memory back for what follows
+        rule.factors["Y"] = None  # frees its memory for the kernels that follow
     if is_joint:
         assert r is not None and S is not None
         outputs, d_sums, d_total = rule.reverse_gradients(do, d_final_state, r, S, d_initial_state)
         made["v"] = rule.batched(r)
-        S = None  # gives its memory back for the sums that follow
+        S = None  # gives its memory back to the sums that follow
         made |= rule.added_up(rule.of_key_heads(outputs, wants))
         made |= rule.gate_gradient(d_sums, d_total, wants("g"))
         return call.made(**made, initial_state=d_initial_state)
@@ -83,7 +109,7 @@ steps = recurrent
 
 
 def update(inputs: Inputs, normalize: int) -> tuple[Tensor, Tensor]:
-    """`recurrent`, which in a graph writes the new state where the old one was. It may divide by norms first."""
+    """`recurrent`, which in a graph overwrites the old state. It may divide by norms first."""
     eps = NORM_EPS if normalize else None
     return operands.recurrent(
         **inputs._asdict(), delta_rule=True, norm_eps=eps, in_place=launches_into_graph()

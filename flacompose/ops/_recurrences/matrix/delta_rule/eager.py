@@ -1,25 +1,25 @@
-"""Chunked PyTorch for the delta rule: what every device without a Triton kernel runs.
+"""Chunked PyTorch of the delta rule, for every device without a Triton kernel.
 
     S' = diag(exp g_t) S_{t-1}      u_t = beta_t (v_t - S*^T a_t)      S_t = S' + k_t u_t^T      o_t = scale * S_t^T q_t
 
 where `a` is the key, if it is not given, and S* is the state that it reads, after its decay or before it.
 
-Given ``u``, this is linear attention with the values ``u``. Within a chunk that begins with the state S, the tokens'
-equations are one triangular system, ``(I + diag(beta) A) u = diag(beta) (v - k_read S)``, where ``A[t, s]`` is the
-product of the reading key of token `t` and the writing one of ``s < t``, decayed by the gates between them, and
-`k_read` the reading keys decayed by the gates since the chunk's start. With the inverse ``Y`` of the system, which does
-not depend on S, a sweep over the chunks takes three products for each: ``k_read S``, ``u = Y diag(beta) (v - k_read
-S)``, and ``k_write^T u``, which the state gains.
+Given ``u``, this is linear attention with the values ``u``. In a chunk that begins with the state S, the
+tokens' equations are one triangular system, ``(I + diag(beta) A) u = diag(beta) (v - k_read S)``, where
+``A[t, s]`` is the product of the reading key of token `t` and the writing key of ``s < t``, decayed by the
+gates between them, and `k_read` are the reading keys, decayed by the gates since the chunk's start. The
+inverse ``Y`` of the system does not depend on S, so state passing takes three products for each chunk:
+``k_read S``, ``u = Y diag(beta) (v - k_read S)``, and the update ``k_write^T u`` of the state.
 
-Backwards in time the gradient du obeys the transposed equations, ``Y^T`` solves them, and ``dv = beta * solved``. The
-gradients of the rest are those of two reads from linear attention: of the queries, with the gradient do, and of the
-keys, with -dv.
+Backwards in time the gradient du obeys the transposed equations, ``Y^T`` solves them, and ``dv = beta *
+solved``. The other gradients are those of two reads in linear attention: by queries, with the gradient do,
+and by keys, with -dv.
 
-All is done segment by segment of a few chunks, whose tensors a cache holds. The backward goes forwards over the
-segments, for the states, and then backwards.
+The tokens are processed in cache blocks of a few chunks. The backward goes forwards over the blocks, for the
+states, and then backwards.
 
-Everything is functional, differentiable PyTorch, so derivatives of any order exist. Heads of values that share one of
-queries and keys are a dimension ``n`` beside it.
+Everything is functional, differentiable PyTorch, so derivatives of any order exist. Heads of values that
+share queries and keys are a dimension ``n`` beside the head.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def update(inputs: Inputs, normalize: int) -> tuple[Tensor, Tensor]:
-    """What the form "update" is: one of the others, of queries and keys that it may divide by their norms."""
+    """The form "update": one of the others, after dividing queries and keys by their norms if `normalize`."""
     if normalize:
         inputs = inputs._replace(q=normalized(inputs.q), k=normalized(inputs.k))
     return forward(inputs)
@@ -82,7 +82,7 @@ def _segment_gradients(
     written: tuple[Tensor, Tensor] | None,
     backwards: Sweep,
 ) -> dict[str, Tensor]:
-    """The gradients of a segment's tokens that are wanted, in chunks, by the names of the inputs, and of "gates"."""
+    """The wanted gradients of a cache block's tokens, in chunks, by input name and "gates"."""
     wants, made = call.wants, {}
     if wants("k", "a", "v", "beta", "initial_state", *GATES):
         dS, solved = rule.gradients_of_states(do, backwards)
@@ -93,7 +93,7 @@ def _segment_gradients(
         S, u = written
     if wants("beta"):
         made["beta"] = (solved * rule.errors(S, u)).sum(-1, True)
-    # The state is read by queries, with the gradient do, and by `a`, before the keys write, with -dv.
+    # Two reads of the state: by queries, with the gradient do, and by `a`, before the keys write, with -dv.
     if wants("q", "k", "a", *GATES):
         dq_read = rule.read(do @ S.mT)
         of_q = pair_gradient(rule.q, rule.k, rule.P, (do @ u.mT).tril(), rule.gate)
@@ -125,7 +125,7 @@ def _segment_gradients(
 
 
 class _Rule(Segment):
-    """The tokens of a segment in chunks, ``[B, H, n, R, C, D]``, and what each chunk does to a state."""
+    """The tokens of a cache block in chunks, ``[B, H, n, R, C, D]``, and the transition of each chunk."""
 
     def __init__(self, inputs: Inputs, chunks: Chunks) -> None:
         q, k, v, beta, _, _, a, _, _, self.scale, read_before = inputs
@@ -156,11 +156,11 @@ class _Rule(Segment):
         return x.sum(2, True) if x.shape[2] > 1 else x
 
     def errors(self, S: Tensor, u: Tensor) -> Tensor:
-        """``v_t - S*^T a_t``: what each value differs by from the one that is read in its place."""
+        """``v_t - S*^T a_t``: the error of each value."""
         return self.v - self.k_read @ S - self.A @ u
 
     def states(self, sweep: Sweep) -> tuple[Tensor, Tensor]:
-        """The state before each chunk, and ``u``, what the tokens write."""
+        """The state before each chunk, and the updates ``u`` of the tokens."""
         return self.sweep(sweep, self.Y, self.beta * self.v, -self.beta * self.k_read, self.k_write)
 
     def gradients_of_states(self, do: Tensor, sweep: Sweep) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""The pairs of tokens in a chunk, and the triangular systems made of them, in chunked PyTorch.
+"""Products of pairs of tokens in a chunk, and the inverse of their triangular system, in chunked PyTorch.
 
-In rules that erase, what a token writes depends on what the tokens before it in its chunk have written. The equations
-of these tokens are one triangular system, whose inverse does not depend on the state.
+In recurrences that erase, the update of a token depends on the updates of the tokens before it in its chunk.
+The equations of these tokens are one triangular system, whose inverse does not depend on the state.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from flacompose.ops._recurrences.matrix.head_decay.eager import Decay
 def inverse(A: Tensor) -> Tensor:
     """``(I + A)^-1`` of ``A [..., C, C]``, which is 0 on and above the diagonal.
 
-    By substitution within small blocks, whose error hardly grows where keys are alike; a power series would lose all
-    digits. From the inverses of two blocks follows that of both.
+    By substitution within small blocks, whose error hardly grows where keys are alike; a power series would
+    lose all digits. The inverses of two neighbouring blocks give the inverse of both together.
     """
     C, b = A.shape[-1], min(16, A.shape[-1])
     eye = torch.eye(b, dtype=A.dtype, device=A.device)
@@ -39,7 +39,7 @@ def _diagonal(x: Tensor, b: int) -> Tensor:
 
 
 def _joined(x_0: Tensor, between: Tensor, x_1: Tensor) -> Tensor:
-    """``[..., b, b]`` of two neighbouring blocks, and of the later one with the earlier, as ``[..., 2b, 2b]``."""
+    """``[..., 2b, 2b]`` of two neighbouring blocks, and of the later one with the earlier."""
     return torch.cat([torch.cat([x_0, torch.zeros_like(x_0)], -1), torch.cat([between, x_1], -1)], -2)
 
 
@@ -48,9 +48,9 @@ def pair(a: Tensor, b: Tensor, gate: Gate | Decay, diagonal: int = 0) -> Tensor:
 
     With `diagonal` -1 only for ``s < t``.
 
-    Gates of channels take part in the products: the two blocks of the next size have between them the products of the
-    later one's `a` and the earlier one's `b`, both decayed to the boundary. These are sums of gates, never a difference
-    of two, so that nothing overflows or cancels.
+    Gates of channels are factors of the products. The block between two neighbouring blocks contains the
+    products of the later one's `a` and the earlier one's `b`, both decayed to the boundary. The exponents are
+    sums of gates, never a difference of two sums, so nothing overflows or cancels.
     """
     if isinstance(gate, Decay):
         return ((a @ b.mT) * gate.pair).tril(diagonal)
@@ -66,11 +66,11 @@ def pair(a: Tensor, b: Tensor, gate: Gate | Decay, diagonal: int = 0) -> Tensor:
 class PairGradient(NamedTuple):
     a: Tensor
     b: Tensor
-    exponents: Any  # those of the gates, as `gate.gradient` takes them
+    exponents: Any  # the gradients of the gates' exponents, for `gate.gradient`
 
 
 def pair_gradient(a: Tensor, b: Tensor, P: Tensor, dP: Tensor, gate: Gate | Decay) -> PairGradient:
-    """The gradients from that of ``P = pair(a, b, gate)``."""
+    """The gradients of `a`, `b` and the gates, from the gradient of ``P = pair(a, b, gate)``."""
     if isinstance(gate, Decay):
         exponents, dP = dP * P, dP * gate.pair
         return PairGradient(dP @ b, dP.mT @ a, exponents)

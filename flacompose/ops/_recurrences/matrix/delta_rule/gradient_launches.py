@@ -1,4 +1,4 @@
-"""The launches that make the gradients of one call, but for those of its sweeps."""
+"""Launches of the gradients of one call, without those of state passing."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from flacompose.ops._recurrences.matrix.delta_rule.stored_products import (
 )
 from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay
 
-# The most heads of values that share keys for which kernels for Hopper add up the gradients of queries, keys and `a`.
-# They round each sum to the dtype of the inputs, and with more heads these roundings would exceed the kernels' own
-# error.
+# The most heads of values that share keys for which kernels for Hopper add up the gradients of queries, keys
+# and `a`. Each sum is rounded to the dtype of the inputs, and with more heads these roundings would exceed
+# the kernels' own error.
 LARGEST_GROUP = 4
-# How many programs of the kernel of `hopper_reverse` a chip of Hopper runs at a time, by the size of heads.
+# How many programs of `reverse_gradient_kernel` a Hopper chip runs at a time, by the size of heads.
 AT_ONCE = {64: 264, 128: 132}
-ADDED = 2048  # sums of gradients of heads for a program
+ADDED = 2048  # sums over heads that a program of `delta_add_heads_kernel` computes
 
 
 class Swept(NamedTuple):
-    """What the gradients of chunks are made of, by the names of the kernels' parameters; None is not wanted."""
+    """The operands of the gradients of chunks, by the kernels' parameter names; None if unwanted."""
 
     do: Tensor
     r: Tensor | None
@@ -47,10 +47,10 @@ class Swept(NamedTuple):
 
 
 class GradientLaunches(Launches):
-    """The gradients of queries, keys, `a`, `beta` and gates: of each chunk, from what sweeps both ways have stored."""
+    """The gradients of queries, keys, `a`, `beta` and gates of each chunk, from the stored states."""
 
     def gradients(self, swept: Swept, gates: bool) -> dict[str, Tensor]:
-        """The gradients of queries and, with `d_states`, of keys, `a`, `beta` and, if wanted, gates, by their names."""
+        """The gradients of queries and, with `d_states`, of keys, `a`, `beta` and wanted gates."""
         H, HV = self.q.shape[2], self.HV
         gates_of_heads = {name: self.gates[name] for name in ("sums", "rest")}
         sizes = {"V": self.V, "C": self.C}
@@ -69,7 +69,8 @@ class GradientLaunches(Launches):
             products = self.pair_gradients(r=swept.r, do=swept.do, dv=dv, **gates_of_heads, **sizes)
         tiles = tile_count(self.K, config["BK"])
         outputs = self.of_tiles(tiles, H if on_hopper else HV)
-        # The sums always, so that the bits of other gradients do not depend on whether those of gates are wanted.
+        # Always allocated, so that the bits of other gradients do not depend on whether those of gates are
+        # wanted.
         d_sums, d_total = self.of_sums(tiles)
         if swept.d_states is None:  # queries alone
             outputs, d_sums, d_total = dict.fromkeys(outputs) | {"dq": outputs["dq"]}, None, None
@@ -91,7 +92,8 @@ class GradientLaunches(Launches):
             )
 
             del arguments["DOT"]
-            # One of the heads of values that share keys after the other: each adds to what was stored before.
+            # Heads of values that share keys are processed one after the other: each adds to the stored sum
+            # of those before.
             for i in range(HV // H):
                 grid = (tiles * self.chunks * H,)
                 launch(
@@ -107,7 +109,7 @@ class GradientLaunches(Launches):
         return self.added_up(outputs) | self.gate_gradient(d_sums, d_total, gates)
 
     def of_sums(self, tiles: int) -> tuple[Tensor | None, Tensor | None]:
-        """Memory for the gradients of sums of gates, as `gate_gradient` takes them."""
+        """Memory for the gradients of sums of gates, in the layout of `gate_gradient`."""
         if self.gates["sums"] is None:
             return None, None
         return self.per_chunk(3 * tiles, self.HV, self.C), self.per_chunk(self.HV, self.K)
@@ -121,12 +123,12 @@ class GradientLaunches(Launches):
         return {"g": head_decay.gate_gradient(self, d_sums, (tiles,) * 3, d_total, 1.0, torch.float32)}
 
     def has_joint_kernel(self, do: Tensor) -> bool:
-        """Whether one kernel sweeps backwards in time and makes the gradients of queries and keys.
+        """Whether one kernel passes the state's gradient and computes the gradients of queries and keys.
 
-        Each of its programs goes through a whole segment, so it is faster only if hardly any multiprocessor waits for
-        others in the end. That is not known of packed sequences, which may be of any lengths. Where heads share keys
-        it takes less memory than the two kernels, and at times a few per cent longer. All results are those of the two
-        kernels to the bit, so the choice may depend on the batch size.
+        Each of its programs processes a whole segment, so it is faster only if hardly any multiprocessor is
+        idle at the end. Packed sequences may have any lengths, so this is unknown for them. Where heads share
+        keys it takes less memory than the two kernels, and at times a few per cent longer. All results equal
+        those of the two kernels to the bit, so the choice may depend on the batch size.
         """
         programs = self.N * self.HV * self.parts
         if self.gk is not None or not self.reads_with_key or self.restarts > 1 or self.cu_seqlens is not None:
@@ -146,9 +148,10 @@ class GradientLaunches(Launches):
         S: Tensor,
         d_initial: Tensor | None,
     ) -> tuple[dict[str, Tensor], Tensor | None, Tensor | None]:
-        """`reverse` and `gradients` in one kernel, where `has_joint_kernel` says so, which fills `r` with dv.
+        """`reverse` and `gradients` in one kernel, if `has_joint_kernel`. It overwrites `r` with dv.
 
-        It returns the gradients of queries, keys and `beta` of each head of values, and what `gate_gradient` takes.
+        It returns the gradients of queries, keys and `beta` of each head of values, and the operands of
+        `gate_gradient`.
         """
         from flacompose.ops._recurrences.matrix.delta_rule.hopper.backward import hopper_backward_kernel
 
@@ -191,11 +194,10 @@ class GradientLaunches(Launches):
         return outputs, d_sums, d_total
 
     def of_key_heads(self, outputs: dict[str, Tensor], wants: Callable[..., bool]) -> dict[str, Tensor]:
-        """`outputs` of `reverse_gradients`, those of queries and keys added up over the heads that share keys.
+        """`outputs` of `reverse_gradients`, added up over the heads that share keys.
 
-        Of queries and keys, it returns what the call `wants`.
-
-        Each sum is rounded as where `hopper_gradients` adds to what the head before has stored.
+        Only the gradients of queries and keys that the call `wants` are returned. Each sum is rounded as in
+        `hopper_gradients`, which adds to the stored sum of the heads before.
         """
         H, added = self.q.shape[2], {"dbeta": outputs["dbeta"]}
         if self.HV == H:
@@ -209,7 +211,7 @@ class GradientLaunches(Launches):
         return added
 
     def pair_gradients(self, **arguments: Any) -> dict[str, Tensor | None]:
-        """The gradients of the products of queries and keys with keys, as `delta_stored_product_gradient_kernel` takes them."""
+        """The gradients of the products of queries and keys with keys, for `delta_stored_product_gradient_kernel`."""
         HV = self.HV
         products = {
             "pairs": self.per_chunk(HV, 2, 2 if self.bfloat16 else 1, self.C, self.C, dtype=self.dtype),
@@ -228,7 +230,10 @@ class GradientLaunches(Launches):
         return products
 
     def channel_gradients(self, swept: Swept, gates: bool) -> dict[str, Tensor]:
-        """The gradients of queries, keys, `a`, `beta` and, with `gates`, of those of channels, by their names."""
+        """The gradients of queries, keys, `a`, `beta` and, with `gates`, of gates of channels.
+
+        The table of `channel_kernels` says which kernel computes which chunks and tiles.
+        """
         assert self.gk is not None
         HV = self.HV
         products = {"pairs": self.per_chunk(HV, 2, self.C, self.C), "diagonal": self.per_chunk(HV, self.C)}
@@ -277,7 +282,7 @@ class GradientLaunches(Launches):
         return made
 
     def of_tiles(self, tiles: int, heads: int) -> dict[str, Any]:
-        """Memory for dq, dk and da, of this many `heads`, and for dbeta, as `added_up` takes them."""
+        """Memory for dq, dk and da, with this many `heads`, and for dbeta, in the layout of `added_up`."""
         outputs: dict[str, Any] = {
             name: None if x is None else self.per_token(heads, self.K, dtype=self.dtype)
             for name, x in (("dq", self.q), ("dk", self.k), ("da", self.a))
@@ -312,7 +317,7 @@ def gradient_config(bfloat16: bool, V: int) -> dict[str, int]:
 
 
 def stores_pairs(bfloat16: bool, K: int) -> bool:
-    """Whether the gradients of pairs are stored once for all tiles of the key axis, or computed again by each tile."""
+    """Whether gradients of pairs are stored once for all tiles of keys, not computed by each tile."""
     return K > (128 if bfloat16 else 32)
 
 

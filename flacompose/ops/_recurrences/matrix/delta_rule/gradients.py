@@ -1,13 +1,15 @@
-"""The Triton kernel of the delta rule's gradients of queries, keys, `beta` and gates of heads, for all chunks at once.
+"""The Triton kernel of the delta rule's gradients of queries, keys, `beta` and gates of heads.
 
-With the names of `kernels`, and S the state before a chunk, dS the gradient of the state after it, without gates:
+With the names of `kernels`, S being the state before a chunk and dS the gradient of the state after it,
+without gates:
 
     d(q . k) = scale * do r^T     d(k . k) = -dv r^T     the pairs of tokens that read with those that write
     dq = d(q . k) diag(beta) k + scale * do S^T
     dk = d(k . k) diag(beta) k - dv S^T + diag(beta) (d(q . k)^T q + d(k . k)^T k + r dS^T)
 
-The last term is `beta` times the gradient of what the keys write, whose product with the keys is that of `beta`. Where
-``a`` reads in the place of the keys, it does so in ``d(a . k)``, and its gradient is all that comes before that term.
+The last term is `beta` times the gradient of the written keys. Its product with the keys is the gradient of
+`beta`. Where ``a`` replaces the reading keys, ``d(a . k)`` replaces ``d(k . k)``, and the terms before the
+last are the gradient of ``a``.
 """
 
 from __future__ import annotations
@@ -42,9 +44,10 @@ from flacompose.ops._tiles.blocks import (
 def _reads(
     x, r, state, size, d, HV, K, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr
 ):
-    """``x_t . r_s``, its transpose, and ``x S^T`` for channels `d` of the keys, where tokens read with gradients `x`.
+    """``x_t . r_s``, its transpose, and ``x S^T`` for channels `d`, `x` being gradients of reads.
 
-    The transpose is a product of its own: Triton before 3.7 transposes the result of a product wrongly on Hopper.
+    The transpose is a product of its own: Triton before 3.7 transposes the result of a product wrongly on
+    Hopper.
     """
     i = tl.arange(0, C)
     pairs = tl.zeros([C, C], dtype=tl.float32)
@@ -62,25 +65,25 @@ def _reads(
 
 @triton.jit
 def of_next(x):
-    """Of each token the number that ``x [C]`` has for the next one, and 0 for the last."""
+    """``x [C]`` shifted by one token: each token has the number of the next one, and the last has 0."""
     i = tl.arange(0, x.shape[0])
     return tl.sum(tl.where(i[None, :] == i[:, None] + 1, x[None, :], 0.0), 1)
 
 
 @triton.jit
 def load_before(x, token, end, d, H, D):
-    """The vectors of the tokens before `token` of one head of ``x [tokens, H, D]``, zero for the first of the chunk."""
+    """The vectors of the tokens before `token` of one head of ``x [tokens, H, D]``; zero before the chunk."""
     tile = load_tile(x, tl.maximum(token - 1, 0), end, 0, d, H, D)
     return tl.where((token > 0)[:, None], tile, 0.0)
 
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def delta_head_gradient_kernel(
-    # One kernel makes the gradients of queries and of keys, because both take the same vectors and states. So it has
-    # more than 25 parameters.
+    # One kernel computes the gradients of queries and of keys, because both need the same vectors and states.
+    # So it has more than 25 parameters.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
-    a,  # [tokens, H, K], the keys that read; `k` if it is None
+    a,  # [tokens, H, K], reading keys; `k` if it is None
     beta,  # [tokens, HV]
     sums,  # [chunks, HV, C]
     rest,  # [chunks, HV, C]
@@ -93,7 +96,7 @@ def delta_head_gradient_kernel(
     dk,  # [tokens, HV, K]
     da,  # [tokens, HV, K], with `a`
     dbeta,  # [tokens, tiles of K, HV], to be added up
-    d_sums,  # [chunks, 3 * tiles of K, HV, C], for `gate_gradient_kernel` of head decay, as the following
+    d_sums,  # [chunks, 3 * tiles of K, HV, C], for `gate_gradient_kernel`, like `d_total`
     d_total,  # [chunks, HV, K]
     cu_seqlens,
     T,
@@ -111,8 +114,9 @@ def delta_head_gradient_kernel(
 ):
     """The gradients of queries, keys, `beta` and sums of gates, for a chunk and a tile of the key axis.
 
-    Fills `dq` and, if given, `dk` and `dbeta`, and with these `da`, `d_sums` and `d_total`. Registers are scarce, so
-    that queries and keys read one after the other, and inputs and weights are loaded again rather than kept.
+    Fills `dq` and, if given, `dk` and `dbeta`, and with these `da`, `d_sums` and `d_total`. Registers are
+    scarce, so queries and keys are processed one after the other, and inputs and weights are loaded again
+    rather than kept.
     """
     scale = in_float32(scale)
     tiles: tl.constexpr = (K + BK - 1) // BK
@@ -140,9 +144,10 @@ def delta_head_gradient_kernel(
             rest += rh * C
         from_start, to_end, of_chunk = decayed_rows(sums, rest, C)
 
-    # 1. Queries read with the gradient do.
+    # 1. The reads of queries, with the gradient do.
     pairs, transposed, dq_read = _reads(do + first * V, r, states, size, d, HV, K, V, C, BV, DOT)
-    # No gate decays the pair of a token with itself. It joins last: it would drown the others in the gate's gradient.
+    # No gate decays the pair of a token with itself. It is added last, since it would drown the others in the
+    # gate's gradient.
     diagonal = tl.sum(tl.where(s == t, pairs, 0.0), 1)[:, None] * scale
     pairs = tl.where(s < t, pairs * (scale * beta_i)[None, :], 0.0)
     transposed = tl.where(t < s, transposed * scale, 0.0)
@@ -161,13 +166,13 @@ def delta_head_gradient_kernel(
         in_chunk = split_dot(transposed, q_, DOT)
         ending = tl.sum(dq_read * q_, 1)
 
-        # 2. Keys, or `a`, read with the gradient -dv.
+        # 2. The reads of keys, or of `a`, with the gradient -dv.
         pairs, transposed, dk_read = _reads(dv + first * V, r, states, size, d, HV, K, V, C, BV, DOT)
         pairs = tl.where(s < t, pairs * -beta_i[None, :], 0.0)
         transposed = tl.where(t < s, -transposed, 0.0)
         dk_read = -dk_read
         if READ_BEFORE:
-            # No gate decays what is read of the token before. It joins last, too.
+            # No gate decays the pair of a token with the one before it. It is added last, too.
             of_before = tl.sum(tl.where(s == t - 1, pairs, 0.0), 1)[:, None]
             by_next = tl.sum(tl.where(s == t + 1, transposed, 0.0), 1)[:, None]
             pairs = tl.where(s == t - 1, 0.0, pairs) * decayed_pairs_before(sums, rest, C, 0)
@@ -190,7 +195,7 @@ def delta_head_gradient_kernel(
         if a is not None:
             store_tile(da + first * K, dk_read, i, size, 0, d, HV, K)
 
-        # 3. What keys write also reaches the chunk's end.
+        # 3. The writes of keys, through the state after the chunk.
         written = tl.zeros([C, BK], dtype=tl.float32)
         d_total_ = tl.zeros([BK, BK], dtype=tl.float32)
         for v0 in range(0, V, BV):

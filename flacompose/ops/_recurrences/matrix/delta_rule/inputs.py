@@ -1,4 +1,4 @@
-"""What the ops of the delta rule take and return."""
+"""The signature of the delta rule: its arguments and results."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Inputs(NamedTuple):
     v: Annotated[Tensor, "B T HV V", AUTOCAST]  # HV a multiple of H
     beta: Annotated[Tensor, "B T HV"]  # how much of a value is replaced
     g: Annotated[Tensor | None, "B T HV", GATE] = None  # a decay per token and head
-    gk: Annotated[Tensor | None, "B T HV K", GATE] = None  # a decay per token, head and channel of the key
-    a: Annotated[Tensor | None, "B T H K", AUTOCAST] = None  # reads what is replaced; else the key
+    gk: Annotated[Tensor | None, "B T HV K", GATE] = None  # a decay per token, head and channel of the keys
+    a: Annotated[Tensor | None, "B T H K", AUTOCAST] = None  # reads the value that is replaced; `k` if absent
     initial_state: Annotated[Tensor | None, "N HV K V"] = None
     cu_seqlens: Tensor | None = None  # [N + 1]
     scale: float = 1.0

@@ -1,16 +1,16 @@
-"""Triton kernels for the delta rule: the pairs of each chunk, and a sweep over the chunks in either direction.
+"""Triton kernels of the delta rule: the WY factors of each chunk, and state passing in both directions.
 
-Within a chunk that begins with the state S, ``r_t = v_t - S'^T a_t``, what a value differs by from the one that is read
-in its place, solves ``(I + A diag(beta)) r = e`` with ``e = v - k_read S``. Here ``A[t, s]`` is the product of the
-reading key ``a`` of token `t`, mostly its key, and the key of ``s < t``, decayed by the gates between them, and
-`k_read` are the reading keys, decayed by the gates since the chunk's start. (Where ``a`` reads S before its decay, not
-S', the sums of gates of a reading key end at the token before it.) So what the chunk adds to the state and to
-the outputs is linear in ``e``:
+The delta rule writes the error of each value, ``r_t = v_t - S'^T a_t``. In a chunk that begins with the state
+S, the errors solve ``(I + A diag(beta)) r = e`` with ``e = v - k_read S``. ``A[t, s]`` is the product of the
+reading key ``a`` of token `t`, which is its key unless `a` is given, and the key of a token ``s < t``,
+decayed by the gates between them. `k_read` are the reading keys, decayed by the gates since the chunk's
+start. (If ``a`` reads S before its decay, instead of S', the sum of gates of a reading key ends at the token
+before it.) So the outputs and the update of the state are linear in ``e``:
 
     r = Y e, with Y = (I + A diag(beta))^-1        W = Y^T diag(beta) k_write        P = scale * (q . k) diag(beta) Y
 
-`delta_factor_kernel` makes these matrices for all chunks at once. Then both sweeps have two products one after the other in a
-chunk. `delta_state_passing_kernel` goes from chunk to chunk, the state in registers:
+`delta_factor_kernel` computes these WY factors for all chunks at once. State passing then takes two dependent
+products a chunk. `delta_state_passing_kernel` passes the state from chunk to chunk, in registers:
 
     e = v - k_read S          o = scale * q_read S + P e          S <- total S + W^T e
 
@@ -18,32 +18,32 @@ chunk. `delta_state_passing_kernel` goes from chunk to chunk, the state in regis
 
     dv = P^T do + W dS        dS <- total dS + scale * q_read^T do - k_read^T dv
 
-Where other keys `b` write what the reading ones read, as in the family of low rank, which makes the matrices for it,
-the same kernels compute
+In the low-rank recurrence other keys `b` write the values that the reading keys have read. It has WY factors
+of its own and the same kernels of state passing, which then compute
 
     u = k_read S            o = scale * q_read S + P v            S <- total S + b^T u + W^T v
     dv = P^T do + W dS      du = b dS                             dS <- total dS + scale * q_read^T do + k_read^T du
 
-and in the place of r the sum ``u + Y v``.
+and, instead of r, the sum ``u + Y v``.
 
-Both hold the state, and all that they compute, transposed (`[V, K]`): the result of each product is then the left
-factor of the next, and stays in registers.
+Both kernels hold the state and all intermediate results transposed (`[V, K]`): the result of each product is
+then the left factor of the next one, and stays in registers.
 
-A long row is cut into segments, which are swept at the same time. One sweep before that begins every segment at zero,
-and another one at the identity matrix, which shows what the segment does to any state. From the two, `delta_join_kernel`
-computes the state that each segment begins at.
+A long row is cut into segments, whose states are passed at the same time. Before that, one pass starts every
+segment at zero, and another one at the identity matrix: together they give the transition of the segment.
+`delta_join_kernel` computes the state before each segment from these transitions.
 
-Where gates of heads are strong, a segment's end has forgotten the segment's start. So `delta_factor_kernel` also makes the
-`growth` of each chunk, the logarithm of a bound of what it multiplies a state by, and those two sweeps go only as far
-back from the end, or on from the start, as something of a state is left.
+Where gates of heads are strong, the state at a segment's end does not depend on the state at its start. So
+`delta_factor_kernel` also computes the log-norm bound of each chunk, `growth`: the logarithm of a bound of the norm
+of its transition matrix. The two passes then cover only the chunks whose influence has not decayed to zero.
 
-A row that is too short for two more sweeps over all of it is cut into segments too, if a sweep is given as `SEGMENTS`
-that `RESTARTS`. Where the last `ASKED` chunks of a segment forget, in all heads, what is before them, the next segment
-has programs of its own, which begin with what those chunks reach from zero. Where they do not, the programs of the
-segment go on through the next one.
+A row that is too short for two more passes is cut into segments too, if `RESTARTS` is set: the warm start. If
+the state decays to zero in the last `ASKED` chunks of a segment, for all heads, the next segment has programs
+of its own, which start at the state that those chunks reach from zero. Otherwise the programs of the segment
+continue through the next one.
 
-A gate of a head scales whole rows, so it is applied to the products with the state. A gate of a channel is in `k_read`
-and `q_read` themselves, which `channel_pair_kernel` stores: it takes the place of `delta_factor_kernel` there.
+A gate of a head scales whole rows, so it is applied to the products with the state. Gates of channels are
+contained in `k_read` and `q_read` themselves, which `channel_pair_kernel` stores in place of `delta_factor_kernel`.
 """
 
 from __future__ import annotations
@@ -79,20 +79,21 @@ from flacompose.ops._tiles.blocks import (
 )
 
 BLOCK = tl.constexpr(16)  # tokens of the blocks that are inverted side by side
-# What multiplies a state by at most 2 to this power leaves nothing of one below 2^43 that float32 can hold.
+# The base-2 logarithm of a bound that no finite state below 2^43 survives in float32.
 FORGOTTEN = tl.constexpr(-193.0)
-# How many chunks of a segment are asked whether they forget a state, where sweeps restart. Those that do are swept
-# twice, so a segment that needs more of them gains little by a restart.
+# How many chunks at a segment's end are examined before a warm start. They are processed twice, so a segment
+# that needs more of them gains little by one.
 ASKED = tl.constexpr(16)
-HEADS = tl.constexpr(64)  # the most heads of a row in which sweeps restart, as all of them are asked
+HEADS = tl.constexpr(64)  # the most heads of a row with warm starts, because all of them are examined
 
 
 @triton.jit
 def inverse(upper, DOT: tl.constexpr):
     """``(I + upper)^-1``, where only the part of `upper` above the diagonal counts.
 
-    From the inverses of diagonal blocks of 1, 2, 4, ... tokens. As in substitution, no intermediate result is
-    much larger than the inverses themselves. A power series would lose all digits where keys are alike.
+    The inverse is built from those of diagonal blocks of 1, 2, 4, ... tokens. As in substitution, no
+    intermediate result is much larger than the inverses themselves. A power series would lose all digits
+    where keys are alike.
     """
     C: tl.constexpr = upper.shape[0]
     N: tl.constexpr = C // BLOCK
@@ -118,10 +119,10 @@ def inverse(upper, DOT: tl.constexpr):
 
 @triton.jit
 def solve(of_q, of_k, beta, P, Y, DOT: tl.constexpr):
-    """Solves the triangular system of a chunk: stores `P` and, if given, `Y`, and returns ``(diag(beta) Y)^T``.
+    """Solves a chunk's triangular system: fills `P` and, if given, `Y`; returns ``(diag(beta) Y)^T``.
 
-    ``of_q[s, t]`` and ``of_k[s, t]`` are the products of the key that writes at token s with the query and the key that
-    read at token t.
+    ``of_q[s, t]`` and ``of_k[s, t]`` are the products of the key of token s with the query and the reading
+    key of token t.
     """
     C: tl.constexpr = of_k.shape[0]
     at = tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
@@ -138,14 +139,14 @@ def solve(of_q, of_k, beta, P, Y, DOT: tl.constexpr):
 def delta_factor_kernel(
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
-    a,  # [tokens, H, K], the keys that read; `k` if it is None
+    a,  # [tokens, H, K], reading keys; `k` if it is None
     beta,  # [tokens, HV]
-    sums,  # [chunks, HV, C], running sums of the gates of heads, as `gate_kernel` of head decay gives them
+    sums,  # [chunks, HV, C], running sums of the gates of heads, from `gate_kernel` of head decay
     rest,  # [chunks, HV, C]
     W,  # [tokens, HV, K]
     P,  # [chunks, HV, C, C], transposed
     Y,  # [chunks, HV, C, C], transposed, in float32
-    growth,  # [chunks, HV], as `forgets` takes it, with `sums` and without `a`
+    growth,  # [chunks, HV], the log-norm bound for `forgets`; only with `sums` and without `a`
     cu_seqlens,
     T,
     N,
@@ -160,7 +161,8 @@ def delta_factor_kernel(
 ):
     """Fills `W`, `P` and, if given, `Y` and `growth`."""
     scale = in_float32(scale)
-    # The heads of values that share queries and keys are neighbours, so that these are read from memory once.
+    # Heads of values that share queries and keys are neighbours, so that queries and keys are read from
+    # memory once.
     of_group, row, hk, lo, hi = tile_of_program(HV // H, T, N, H, cu_seqlens, C)
     h = hk * (HV // H) + of_group
     if lo >= hi:
@@ -172,8 +174,8 @@ def delta_factor_kernel(
     s, t = i[:, None], i[None, :]
     size = size_of_chunk(lo, hi, C)
     beta_i = load_numbers(beta, first, i, size, HV)
-    # 1. The products of pairs of tokens, decayed by the gates between them.
-    # Rows are tokens that write, columns tokens that read.
+    # 1. The products of pairs of tokens, decayed by the gates between them. Rows are writing tokens, columns
+    # reading tokens.
     of_q = tl.zeros([C, C], dtype=tl.float32)
     of_k = tl.zeros([C, C], dtype=tl.float32)
     of_itself = tl.zeros([C], dtype=tl.float32)
@@ -218,7 +220,7 @@ def delta_factor_kernel(
 
 @triton.jit
 def _load_transposed(x, token, end, stride, d, D):
-    """``[d, token]`` of one head of ``x [tokens, H, D]``, its tokens `stride` elements apart, in float32."""
+    """``[d, token]`` of one head of ``x [tokens, H, D]`` in float32; `stride` separates its tokens."""
     at = x + (token * stride)[None, :] + d[:, None]
     return tl.load(at, mask=(token < end)[None, :] & (d < D)[:, None], other=0.0).to(tl.float32)
 
@@ -231,14 +233,14 @@ def _store_transposed(x, value, token, end, h, d, H, D):
 
 @triton.jit
 def _of_part(part: tl.constexpr, dv, K, V, BK: tl.constexpr):
-    """Of a part of the key axis, the channels ``[BK]``, and offsets and mask of ``[dv, channels]`` in ``[K, V]``."""
+    """The channels of a part of the keys, and offsets and mask of ``[dv, channels]`` in ``[K, V]``."""
     dk = part * BK + tl.arange(0, BK)
     return dk, dv[:, None] + dk[None, :] * V, (dv < V)[:, None] & (dk < K)[None, :]
 
 
 @triton.jit
 def _load_parts(x, dv, K: tl.constexpr, V, BK: tl.constexpr):
-    """``x [K, V]`` transposed, a tile ``[dv, BK]`` for each part of the key axis; zeros if it is absent."""
+    """``x [K, V]`` transposed, one tile ``[dv, BK]`` for each part of the key axis; zeros if it is absent."""
     parts = ()
     for part in tl.static_range((K + BK - 1) // BK):
         if x is None:
@@ -272,10 +274,10 @@ def _read_parts(
     C: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """``S x_t`` and, if `y` is given, ``S y_t``, as ``[dv, tokens]``, of one head of ``x`` and ``y [tokens, H, K]``.
+    """``S x_t`` and, if `y` is given, ``S y_t``, as ``[dv, tokens]``, of one head of ``x, y [tokens, H, K]``.
 
-    The state in `parts` is stored in `states`, if these are given. All is done part by part, so that the registers hold
-    one part at a time in the dtype of products.
+    The state in `parts` is also stored in `states`, if given. The parts are processed one after the other, so
+    that the registers hold only one of them in the dtype of products.
     """
     i = tl.arange(0, C)
     of_x = tl.zeros([dv.shape[0], C], dtype=tl.float32)
@@ -292,13 +294,14 @@ def _read_parts(
 
 @triton.jit
 def forgets(growth, HV, begin, stop, turns, REVERSE: tl.constexpr):
-    """The fewest of the chunks `begin` to `stop`, counted from the last, that forget a state, and whether any do.
+    """In how many last chunks of `begin` to `stop` a state decays to zero, and whether it does.
 
-    The state after them is then, in float32, what they reach from zero. ``growth [chunks, HV]``, of one head, has the
-    base-2 logarithm of a bound of the norm of the matrix by which each chunk multiplies a state. With `REVERSE` chunks
-    are counted from the first. If not even all of them forget, their number is returned.
+    In float32 the state after them then equals the state that they reach from zero. ``growth [chunks, HV]``,
+    of one head, is the base-2 logarithm of a bound of the norm of each chunk's transition matrix. With
+    `REVERSE` the first chunks are counted instead. If the state does not decay to zero, the number is that of
+    all chunks.
 
-    `turns` are the numbers of chunks that are looked at together, from 0 on.
+    `turns` is a range from 0: the chunks that are examined at a time.
     """
     chunks = stop - begin
     count = chunks + 1
@@ -315,11 +318,11 @@ def forgets(growth, HV, begin, stop, turns, REVERSE: tl.constexpr):
 
 @triton.jit
 def all_forget(growth, HV, begin, stop, ranges, REVERSE: tl.constexpr):
-    """Whether the last `ASKED` of a segment's chunks `begin` to `stop` forget the states of all heads.
+    """Whether the states of all heads decay to zero in a segment's last `ASKED` chunks.
 
-    With `REVERSE` the first ones are asked. ``growth [chunks, HV]`` is that of all heads, and `ranges` are as in
-    `chunks_of_sweep`. A growth that is NaN does not keep a head. Such a head passes its NaN on all the same: `forgets`
-    does not hold for it, so that all of the segment is swept for its end.
+    With `REVERSE`, in the first `ASKED` chunks. ``growth [chunks, HV]`` has all heads, and `ranges` are as in
+    `chunks_of_sweep`. A head whose log-norm bound is NaN does not prevent a warm start. Its NaN still reaches
+    the next segment: `forgets` is false for that head, so the state is passed through the whole segment.
     """
     _, asked, heads = ranges
     chunk = ((begin if REVERSE else tl.maximum(begin, stop - ASKED)) + asked)[:, None]
@@ -333,12 +336,13 @@ def all_forget(growth, HV, begin, stop, ranges, REVERSE: tl.constexpr):
 
 @triton.jit
 def chunks_of_program(growth, HV, segment, SEGMENTS, chunks, ranges, REVERSE: tl.constexpr):
-    """The chunks that the program of a segment sweeps where sweeps restart, and whether it sweeps the last segment.
+    """The chunks that a segment's program covers with warm starts, and whether they include the last segment.
 
-    ``growth [chunks, HV]`` is that of all heads, from the row's first chunk on. A program sweeps nothing unless all
-    heads forget in the segment before its own: the program of an earlier segment goes on through it. Otherwise it
-    sweeps from its own segment to the end of the next one in which all heads forget. All heads have to, because a row
-    is done only when its slowest head is.
+    ``growth [chunks, HV]`` has all heads, from the row's first chunk on. A program covers nothing unless the
+    states of all heads decay to zero in the segment before its own: the program of an earlier segment
+    continues through it. Otherwise it runs from its own segment to the end of the next one in which all
+    states decay to zero. The condition concerns all heads, because a row is finished only when its slowest
+    head is.
     """
     turn = (SEGMENTS - 1 - segment if REVERSE else segment).to(tl.int32)
     starts = turn == 0
@@ -360,11 +364,11 @@ def chunks_of_program(growth, HV, segment, SEGMENTS, chunks, ranges, REVERSE: tl
 
 @triton.jit
 def chunks_that_count(growth, h, HV, begin, stop, ranges, REVERSE: tl.constexpr, RESTARTS: tl.constexpr):
-    """How many chunks of a segment, `begin` to `stop`, a sweep from zero takes to find what head `h` has at its end.
+    """How many chunks of a segment determine the state of head `h` at its end, if it starts at zero.
 
-    With `REVERSE`, what it has at its start. Also whether these chunks forget every state before them. Where sweeps
-    restart, the number is 0 unless all heads forget: the next segment has no programs of its own then, so nothing reads
-    what is found.
+    With `REVERSE`, the state at its start. Also whether every earlier state decays to zero in these chunks.
+    With warm starts the number is 0 unless the states of all heads decay to zero: the next segment has no
+    programs of its own then, so nothing reads the result.
     """
     count, forgotten = forgets(growth + h, HV, begin, stop, ranges[0], REVERSE)
     if RESTARTS:
@@ -387,13 +391,13 @@ def chunks_of_sweep(
     IDENTITY: tl.constexpr,
     RESTARTS: tl.constexpr,
 ):
-    """Of a segment's chunks `begin` to `stop`, those that a sweep forwards in time goes through.
+    """The chunks of a segment, from `begin` to `stop`, that the forward state passing covers.
 
-    Also whether the program of this sweep reaches the end of the row, and the number on the diagonal of the matrix that
-    an `IDENTITY` sweep begins with, which is 0 if the segment forgets every state. A sweep for `ENDS` finds what the
-    segment reaches from zero or, with `IDENTITY`, what it multiplies a state by. `ranges` are three ranges from 0: of
-    the 64 chunks that `forgets` looks at together, of `ASKED` chunks, along the first axis of a matrix, and of `HEADS`,
-    along its second.
+    Also whether this program reaches the end of the row, and the number on the diagonal of the matrix at
+    which an `IDENTITY` pass starts: 0 if every state decays to zero in the segment. A pass for `ENDS`
+    computes the segment's transition: the state reached from zero or, with `IDENTITY`, the matrix. `ranges`
+    are three ranges from 0: the 64 chunks that `forgets` examines at a time; `ASKED` chunks, along the first
+    axis of a matrix; and `HEADS` heads, along its second.
     """
     one = 1.0
     is_last = segment == SEGMENTS - 1
@@ -401,7 +405,7 @@ def chunks_of_sweep(
         begin, stop, is_last = chunks_of_program(growth, HV, segment, SEGMENTS, chunks, ranges, False)
     elif growth is not None:
         count, forgotten = chunks_that_count(growth, h, HV, begin, stop, ranges, False, RESTARTS)
-        if IDENTITY:  # nothing of it is left
+        if IDENTITY:  # the matrix is zero
             count = tl.where(forgotten, 0, count)
             one = tl.where(forgotten, 0.0, 1.0)
         begin = stop - count
@@ -410,19 +414,19 @@ def chunks_of_sweep(
 
 @triton.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
 def delta_state_passing_kernel(
-    # One kernel sweeps for all rules that erase, and likewise below, because they differ in their factors alone: in
-    # whether gates are of heads or of channels, and in the keys that write. So it has more than 25 parameters.
+    # One kernel for all recurrences that erase, because only their factors differ: gates of heads or of
+    # channels, and the keys that write. So it has more than 25 parameters, as do the kernels below.
     q,  # [tokens, HK, K]; where gates are of channels, `q_read`, and HK is HV
-    k,  # [tokens, HK, K], the keys that read; likewise `k_read`
-    v,  # [tokens, HV, V], zeros if there is none; from token to token it is v_token elements
+    k,  # [tokens, HK, K], reading keys; likewise `k_read`
+    v,  # [tokens, HV, V], zeros if absent; v_token elements separate its tokens
     sums,  # [chunks, HV, C]
     rest,  # [chunks, HV, C]
     total,  # [chunks, HV, K]
     W,  # [tokens, HV, K]
-    b,  # [tokens, HV, K], keys that write what `k` reads, if it is not taken from the values first
+    b,  # [tokens, HV, K], keys that write the reads of `k`, in the low-rank recurrence
     P,  # [chunks, HV, C, C], transposed
     Y,  # [chunks, HV, C, C], transposed, in float32
-    growth,  # [chunks, HV]: for `ends`, sweeps go through `chunks_that_count` alone
+    growth,  # [chunks, HV], the log-norm bound: passes for `ends` cover `chunks_that_count` only
     initial,  # [SEGMENTS, N, HV, K, V], before each segment
     o,  # [tokens, HV, V]
     r,  # [tokens, HV, V]
@@ -447,16 +451,17 @@ def delta_state_passing_kernel(
     READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Forwards in time: fills what is given of `o`, `r`, `states`, `ends` and `final`.
+    """State passing forwards in time: fills `o`, `r`, `states`, `ends` and `final`, if given.
 
-    One program sweeps one segment of one sequence, or with `RESTARTS` those that `chunks_of_program` says, and then the
-    `ends` of segments that not all heads forget are no numbers that count. Without `initial` it begins at zero or, with
-    `IDENTITY`, at the identity matrix. Its state is a tuple, of one tile for each `BK` keys.
+    One program passes the state through one segment of one sequence, or with `RESTARTS` through the segments
+    that `chunks_of_program` returns; the `ends` of segments in which not all heads decay to zero are then
+    meaningless. Without `initial` it starts at zero or, with `IDENTITY`, at the identity matrix. The state is
+    a tuple with one tile for each `BK` keys.
     """
     scale = in_float32(scale)
     tile, h, ns = split_program(tl.cdiv(V, BV), HV)
     segment = ns // N
-    if not IDENTITY:  # the last segment's matrix is wanted backwards in time
+    if not IDENTITY:  # the pass backwards in time needs the last segment's matrix
         if is_idle(segment, SEGMENTS, ends, o is not None or r is not None or states is not None):
             return
     nh = ns % N * HV + h
@@ -483,7 +488,7 @@ def delta_state_passing_kernel(
         size = size_of_chunk(start, hi, C)
         at_k = (start * HK + hk) * K
         first = start * HV + h
-        # 1. What keys and queries read from the state, and e.
+        # 1. The reads of the state by keys and queries, and e.
         read_by_k, read = _read_parts(
             k + at_k,
             None if o is None else q + at_k,
@@ -511,7 +516,7 @@ def delta_state_passing_kernel(
         # 2. r and o.
         if r is not None:
             if b is None:
-                # In two parts: where keys are alike, gradients are sums of `r` in which most of it cancels.
+                # In two parts: where keys are alike, gradients are sums of `r` whose terms nearly cancel.
                 r_ = fine_dot(e, tl.load(Y + rh * C * C + at_pair), DOT)
             else:
                 r_ = read_by_k + dot(e, tl.load(Y + rh * C * C + at_pair), DOT)
@@ -549,7 +554,7 @@ def delta_state_passing_kernel(
 @triton.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
 def delta_backward_state_passing_kernel(
     q,  # [tokens, HK, K]; where gates are of channels, `q_read`, and HK is HV
-    k,  # [tokens, HK, K], the keys that read; likewise `k_read`
+    k,  # [tokens, HK, K], reading keys; likewise `k_read`
     do,  # [tokens, HV, V]
     sums,  # [chunks, HV, C]
     rest,  # [chunks, HV, C]
@@ -559,8 +564,8 @@ def delta_backward_state_passing_kernel(
     P,  # [chunks, HV, C, C], transposed
     growth,  # [chunks, HV], as in `delta_state_passing_kernel`
     d_final,  # [SEGMENTS, N, HV, K, V], after each segment
-    dv,  # [tokens, HV, V]; it may be W, of which nothing is read of a chunk after its dv is stored
-    du,  # [tokens, HV, V], with `b`: what it reads of the state's gradient
+    dv,  # [tokens, HV, V]; it may be W, because W of a chunk is not read after its dv is stored
+    du,  # [tokens, HV, V], with `b`: its product with the gradient of the state
     d_states,  # [chunks, HV, K, V], after each chunk
     ends,  # [SEGMENTS, N, HV, K, V], before each segment
     d_initial,  # [N, HV, K, V]
@@ -580,7 +585,7 @@ def delta_backward_state_passing_kernel(
     READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Backwards in time: fills what is given of `dv`, `du`, `d_states`, `ends` and `d_initial`.
+    """State passing backwards in time: fills `dv`, `du`, `d_states`, `ends` and `d_initial`, if given.
 
     `RESTARTS` is as in `delta_state_passing_kernel`.
     """
@@ -607,7 +612,8 @@ def delta_backward_state_passing_kernel(
         stop = tl.minimum(begin + count, stop)
     i = tl.arange(0, C)
     at_pair = i[:, None] * C + i[None, :]
-    # Loaded a chunk ahead into registers, as the shared memory of a pipeline is full of what is contracted with states.
+    # Loaded one chunk ahead into registers, because a pipeline would hold in shared memory all factors of
+    # products with states, and these fill it.
     P += h * C * C + at_pair
     P_ = tl.load(P + (row0 + tl.maximum(stop - 1, 0)) * HV * C * C)
     for before in range(begin, stop):
@@ -617,7 +623,7 @@ def delta_backward_state_passing_kernel(
         size = size_of_chunk(start, hi, C)
         at_k = (start * HK + hk) * K
         first = start * HV + h
-        # 1. dv, and what `b` reads of the state's gradient.
+        # 1. dv, and du: the product of `b` with the gradient of the state.
         do_ = _load_transposed(do + first * V, i, size, HV * V, d2, V)
         d_state = None if d_states is None else d_states + rh * K * V
         b_ = None if b is None else b + first * K
@@ -678,7 +684,7 @@ def delta_join_kernel(
 ):
     """Fills `starts` with the state before each segment. `ends` are the states that segments reach from zero.
 
-    With `REVERSE` they are gradients, of the state after each segment, and go from the last segment to the first.
+    With `REVERSE`, with the gradient of the state after each segment, from the last segment to the first.
     """
     tile, nh, _ = split_program(tl.cdiv(V, BV), N * HV)
     dv = numbers_of_tile(tile, BV)
@@ -690,9 +696,10 @@ def delta_join_kernel(
         start = starts + row * K * V
         _store_parts(start, S, dv, K, V, BK)
         begin, stop = find_segment(segment, SEGMENTS, tl.cdiv(hi - lo, C))
-        # A segment without tokens leaves the state as it is, to the bit. After the last one none begins.
+        # A segment without tokens leaves every bit of the state as it is. No segment starts after the last
+        # one.
         if (begin < stop) & (i < SEGMENTS - 1):
-            # By blocks of the contracted axis, which other threads have stored.
+            # In blocks of the contracted axis, which other threads have stored.
             tl.debug_barrier()
             S = _load_parts(None if ends is None else ends + row * K * V, dv, K, V, BK)
             for d0 in range(0, K, BD):

@@ -1,4 +1,4 @@
-"""The launches that make what the sweeps of one call take: the products of tokens in a chunk."""
+"""Launches that compute the WY factors of one call, which state passing takes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay
 
 
 class Launches(InverseSweeps):
-    """The launches of one call, and what they have in common."""
+    """The WY factors of one call, in the form that its chip and its gates ask for."""
 
     def __init__(self, inputs: Inputs, with_r: bool = False, forward: bool = False) -> None:
         q, k, v, beta, g, gk, a, initial_state, cu_seqlens, scale, read_before = inputs
@@ -32,7 +32,7 @@ class Launches(InverseSweeps):
         super().__init__(q, v, initial_state, cu_seqlens, scale, C)
         self.q, self.k, self.beta = map(operand, (q, k, beta))
         self.a = operand(a)
-        # The inputs that kernels for Hopper copy, whose memory may begin anywhere.
+        # Kernels for Hopper copy these inputs, and require that their memory is aligned.
         self.of_keys = tuple(x for x in (self.q, self.k, self.a) if x is not None)
         if gk is not None:
             gk, g = _gates_of_channels(g, gk), None
@@ -41,7 +41,6 @@ class Launches(InverseSweeps):
         self.read_before = read_before and g is not None
         if g is not None:
             self.gates["sums"], self.gates["rest"] = head_decay.sum_gates(self, operand(g), None)
-        # What kernels take of each token, and the heads of these.
         self.vectors = {"q": self.q, "k": self.k, "beta": self.beta, "H": q.shape[2]}
         self.takes_inverses = (
             forward
@@ -65,7 +64,7 @@ class Launches(InverseSweeps):
             self.channel_pairs(products)
 
     def head_pairs(self, products: dict[str, Tensor | None]) -> None:
-        """Fill the `products` that sweeps take, where gates are of heads, or where there are none."""
+        """Fill the WY factors, `products`, where gates are of heads, or where there are none."""
         self.HK = self.q.shape[2]
         self.factors |= {"q": self.q, "k": self.k if self.a is None else self.a}
         if self.gates["sums"] is not None and self.reads_with_key:
@@ -88,19 +87,23 @@ class Launches(InverseSweeps):
 
     @property
     def reads_with_key(self) -> bool:
-        """Whether what is replaced is read as in the gated delta rule, by the key, and after the decay.
+        """Whether the error is that of the gated delta rule: read by the key, after the decay.
 
-        The `growth` of chunks bounds that rule alone.
+        The log-norm bounds of chunks, `growth`, are computed for this rule only.
         """
         return self.a is None and not self.read_before
 
     @property
     def reading(self) -> dict[str, Any]:
-        """What the kernels for gates of heads are told of that."""
+        """The arguments of kernels for gates of heads that say how the error is read."""
         return {"a": self.a, "READ_BEFORE": self.read_before}
 
     def channel_pairs(self, products: dict[str, Tensor | None]) -> None:
-        """Fill the `products` and the vectors that sweeps take, where gates are of channels."""
+        """Fill the WY factors, `products`, and the decayed queries and keys, where gates are of channels.
+
+        Chunks with factorisable gates are computed first. The kernel marks them in `mild_chunks`, and the
+        other chunks are computed by the second launch.
+        """
         read = {name: self.scratch(self.HV, self.K) for name in ("q", "k")}
         self.factors |= read
         self.gates["total"] = self.per_chunk(self.HV, self.K)
@@ -119,7 +122,7 @@ class Launches(InverseSweeps):
             mild=self.mild_chunks,
             K=self.K,
         )
-        # Wider tiles of strong gates spill three times as many registers.
+        # Wider tiles of gates that are not factorisable spill three times as many registers.
         strong = {"BK": min(config["BK"], 64)}
         if hopper.takes(self.chip, self.of_keys, self.K):
             from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_factors import (
@@ -141,7 +144,7 @@ def _gates_of_channels(g: Tensor | None, gk: Tensor) -> Tensor:
 
 
 def chunk_size(bfloat16: bool, of_channels: bool) -> int:
-    """Tokens of a chunk. Where gates are of channels, chunks are those of channel decay."""
+    """Tokens of a chunk. With gates of channels, the chunks are those of channel decay."""
     return channel_decay.CHUNK if of_channels else 64 if bfloat16 else 32
 
 
@@ -156,10 +159,11 @@ def pair_config(bfloat16: bool) -> dict[str, int]:
 
 
 def channel_pair_config(chip: Chip, bfloat16: bool, K: int) -> dict[str, int]:
-    """Block size of the contracted axis, whether the keys that write are kept for their product, warps and stages.
+    """Block size of the contracted axis, whether writing keys are kept for W, warps and stages.
 
-    They wait for it in shared memory and take 512 bytes for each channel. In bfloat16, those of more than 128 channels
-    leave no room for a second program on a multiprocessor. In float32 there are 65 KiB of other factors beside them.
+    They are kept in shared memory and take 512 bytes for each channel. In bfloat16, more than 128 channels of
+    them leave no room for a second program on a multiprocessor. In float32 there are 65 KiB of other factors
+    beside them.
     """
     BK, keep = 64 if K > 128 else max(block(K, 128), 64), K <= 128
     if not bfloat16:

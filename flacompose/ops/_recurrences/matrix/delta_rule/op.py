@@ -2,9 +2,9 @@
 
     S' = diag(exp(g_t + gk_t)) S_{t-1}      S_t = S' + beta_t k_t (v_t - S*^T a_t)^T      o_t = scale * S_t^T q_t
 
-`g` is a decay per token and head, `gk` one per channel of the keys besides. `a` is `k` where it is not given. ``S*``
-is what `a` reads: S', or ``S_{t-1}`` if `read_before`. `v`, `beta`, the gates and states may have a multiple of the
-heads of `q` and `k`.
+`g` is a decay per token and head, `gk` a further decay per channel of the keys. `a` is `k` if it is absent.
+``S*`` is the state that `a` reads: S', or ``S_{t-1}`` if `read_before`. `v`, `beta`, the gates and states may
+have a multiple of the heads of `q` and `k`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flacompose.ops._recurrences.matrix.delta_rule.inputs import Inputs as Input
 
 
 def _flops(q, k, v, *_, **__) -> int:
-    """Two reads and one write of the state a token."""
+    """Two reads and one write of the state per token."""
     B, T, HV, V = v
     return 6 * B * T * HV * q[-1] * V
 

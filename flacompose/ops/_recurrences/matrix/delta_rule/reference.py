@@ -1,8 +1,9 @@
-"""The recurrence as the papers write it, token by token: the specification of this family.
+"""The recurrence as the papers write it, token by token: the specification of the delta rule.
 
-DeltaNet, https://arxiv.org/abs/2406.06484, equation 3; with a gate per head Gated DeltaNet (2412.06464, equation 10);
-with a gate per channel of the keys Kimi Delta Attention (2510.26692, equation 1); with a key of its own that reads
-what is replaced Gated DeltaNet-2 (2605.22791) and, where it reads before the decay, Comba (2506.02475).
+DeltaNet, https://arxiv.org/abs/2406.06484, equation 3; with a gate per head Gated DeltaNet (2412.06464,
+equation 10); with a gate per channel of the keys Kimi Delta Attention (2510.26692, equation 1); with a
+separate key that reads the replaced value Gated DeltaNet-2 (2605.22791) and, where it reads before the decay,
+Comba (2506.02475).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def delta_rule(
     beta: Tensor,  # [B, T, HV]
     g: Tensor | None = None,  # [B, T, HV], natural-log decay
     gk: Tensor | None = None,  # [B, T, HV, K], natural-log decay of the key axis
-    a: Tensor | None = None,  # [B, T, H, K], which reads what is replaced; the key if absent
+    a: Tensor | None = None,  # [B, T, H, K], reads the value that is replaced; `k` if absent
     initial_state: Tensor | None = None,  # [B, HV, K, V]
     scale: float = 1.0,
     read_before: bool = False,

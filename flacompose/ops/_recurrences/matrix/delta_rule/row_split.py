@@ -1,7 +1,8 @@
-"""The walk over the segments of a call, in chunked PyTorch: the tokens of a few chunks at a time, which a cache holds.
+"""The loop over the cache blocks of a call, a few chunks of tokens each, in chunked PyTorch.
 
-A family's `rule` makes the equations of a segment's tokens, whose triangular systems do not depend on the state. So a
-sweep over the chunks takes three products for each, forwards and, with the inverse transposed, backwards.
+The `rule` of a recurrence holds the equations of a block's tokens, whose triangular systems do not depend on
+the state. State passing takes three products for each chunk, forwards and, with the inverse transposed,
+backwards.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from flacompose.ops._tensors.packed import sequence_count
 
 
 def cut(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Chunks, list[Chunks]]:
-    """The chunks of all tokens, and of the segments, of ``q [B, T, H, K]`` and ``v [B, T, HV, V]``."""
+    """The chunks of all tokens, and of each cache block, of ``q [B, T, H, K]`` and ``v [B, T, HV, V]``."""
     chunks = Chunks(q, cu_seqlens)
     (B, _, HV, V), K = v.shape, q.shape[-1]
     return chunks, chunks.segments(B * HV * max(chunks.size * max(chunks.size, K, V), K * V))
 
 
 def join(chunks: Chunks, segments: Sequence[Tensor]) -> Tensor:
-    """``[B, T, HV, D]`` from what lies in the chunks of segments, ``[B, H, n, R, C, D]``."""
+    """``[B, T, HV, D]`` from the chunks of all cache blocks, ``[B, H, n, R, C, D]`` each."""
     return chunks.join(*(x.flatten(1, 2) for x in segments))
 
 
 def state_or_zeros(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, state: Tensor | None) -> Tensor:
-    """`state`, ``[N, HV, K, V]``, zeros where there is none."""
+    """`state`, ``[N, HV, K, V]``, or zeros if it is absent."""
     if state is None:
         N = sequence_count(q, cu_seqlens)
         return q.new_zeros(N, v.shape[2], q.shape[-1], v.shape[-1], dtype=state_dtype(q.dtype))
@@ -41,9 +42,9 @@ def state_or_zeros(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, state: Tenso
 
 
 def forward(inputs: Any, rule: Callable[[Any, Chunks], Any]) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, HV, V], final_state [N, HV, K, V])``, segment by segment.
+    """``(o [B, T, HV, V], final_state [N, HV, K, V])``, cache block by cache block.
 
-    ``rule(inputs, chunks)`` makes the equations of one segment's tokens.
+    ``rule(inputs, chunks)`` returns the equations of one block's tokens.
     """
     tokens = inputs.q, inputs.v, inputs.cu_seqlens
     chunks, segments = cut(*tokens)
@@ -52,7 +53,7 @@ def forward(inputs: Any, rule: Callable[[Any, Chunks], Any]) -> tuple[Tensor, Te
     for segment in segments:
         of_segment = rule(inputs, segment)
         outputs.append(of_segment.outputs(*of_segment.states(sweep)).to(inputs.v.dtype))
-    # A state that is a view would be compiled for once more, beside those that are none.
+    # A view would make callers compile a second time, besides for states that are no views.
     return join(chunks, outputs), sweep.end().clone()
 
 
@@ -62,10 +63,10 @@ def gradients(
     of_segment: Callable[..., dict[str, Tensor]],
     of_states: tuple[str, ...],
 ) -> tuple[dict[str, Tensor], Callable[[], Tensor]]:
-    """The gradients that `of_segment` gives, by their names, and a function that gives that of the initial state.
+    """The gradients that `of_segment` returns, and a function for that of the initial state.
 
-    ``rule(inputs, chunks)`` makes the equations of one segment's tokens. The walk goes forwards over the segments, for
-    the states, if the gradient of one of the inputs `of_states` is wanted, and then backwards.
+    ``rule(inputs, chunks)`` returns the equations of one block's tokens. If the gradient of one of the inputs
+    `of_states` is wanted, a loop forwards over the blocks computes the states; then a loop goes backwards.
     """
     inputs, do = call.inputs, call.do
     tokens = inputs.q, inputs.v, inputs.cu_seqlens
@@ -82,7 +83,7 @@ def gradients(
 
 
 class Segment:
-    """The tokens of a segment in chunks, ``[B, H, n, R, C, D]``: `n` heads of values share one of queries and keys."""
+    """The tokens of a cache block in chunks, ``[B, H, n, R, C, D]``: `n` heads of values share keys."""
 
     def __init__(self, chunks: Chunks, q: Tensor, v: Tensor, gate: Gate | Decay) -> None:
         self.chunks, self.heads, self.gate, self._q = chunks, q.shape[2], gate, q

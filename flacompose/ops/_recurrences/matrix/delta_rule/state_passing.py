@@ -1,11 +1,13 @@
-"""The sweeps over the chunks of rules that erase, in segments of long rows: their launches.
+"""Launches of state passing for the recurrences that erase, with long rows cut into segments.
 
-A segment of a row is an affine map of the state: `ends` are where it takes the state zero, and `transitions` what it
-does to any other. The two are joined to the state that each segment begins at, `starts`, and all segments are then
-swept at the same time, forwards or backwards in time.
+The transition of a segment is an affine map of the state: `ends` are the states that segments reach from
+zero, and `transitions` the matrices by which they multiply any other state. Joined, they give the state
+before each segment, `starts`. From these, all segments are processed at the same time, forwards or backwards
+in time.
 
-To find these maps takes two more sweeps, which only rows of many segments gain by. Shorter rows are cut only where all
-their heads forget: a sweep restarts there from what the last chunks before it reach from zero.
+To compute the transitions takes two more passes, which pay off only for rows of many segments. Shorter rows
+are cut only where the state decays to zero in all heads. A segment then has a warm start: it begins at the
+state that the last chunks before it reach from zero.
 """
 
 from __future__ import annotations
@@ -32,13 +34,14 @@ from flacompose.ops._recurrences.matrix.delta_rule.kernels import (
 
 
 class Sweeps(MatrixSequences):
-    """The sweeps of one call, and what they have in common.
+    """State passing of one call, in both directions.
 
-    They take these `factors`, which `kernels` explains: the vectors "q" and "k" that read the state, which have `HK`
-    heads, the keys "W" that write values, "b" that write what "k" reads if it is not taken from the values before, and
-    the products "P" and "Y" of tokens in a chunk; and these `gates`: of heads "sums" and "rest", of channels "total".
-    A family that bounds what each chunk multiplies a state by gives the `growth`, which `kernels` explains too. With
-    `read_before`, "k" reads a state before the gate of a head decays it.
+    It takes these `factors`, which `kernels` explains: the query and key factors "q" and "k", which read the
+    state and have `HK` heads; the keys "W", which write values; in the low-rank recurrence the keys "b",
+    which write the reads of "k"; and the products "P" and "Y" of tokens in a chunk. The `gates` are "sums"
+    and "rest" for gates of heads, and "total" for gates of channels. `growth` is the log-norm bound of each
+    chunk, if the recurrence has one. With `read_before`, "k" reads a state before the gate of a head decays
+    it.
     """
 
     def __init__(
@@ -55,21 +58,21 @@ class Sweeps(MatrixSequences):
         self.arguments["HV"] = self.HV
         self.v, self.v_token = operand_by_token(v)
         self.initial = operand(initial_state)
-        # The states that segments begin at take two more sweeps, so with two or three segments nothing is gained.
+        # The states before segments take two more passes, so two or three segments would gain nothing.
         self.row = Segments(self, self.chunks_of_row, 4 * self.HV, (self.HV, self.K, self.V), least=4)
         self.transitions: Tensor | None = None
         self.gates: dict[str, Tensor | None] = dict.fromkeys(("sums", "rest", "total"))
         self.factors: dict[str, Tensor | None] = dict.fromkeys(("q", "k", "W", "b", "P", "Y"))
         self.growth: Tensor | None = None
-        self.restarts = 1  # the segments of a row in which sweeps restart where something is forgotten
+        self.restarts = 1  # the number of segments of a row with warm starts
         self.read_before = False
 
     def bound_growth(self, tiles: int) -> None:
-        """Have the `growth` of chunks made, if sweeps pass over what is forgotten, or restart behind it.
+        """Allocate the log-norm bounds of chunks, if passes leave out chunks or have warm starts.
 
-        `tiles` is how many programs share the values of a state where programs are few.
+        `tiles` is how many programs share the value axis of a state where programs are few.
         """
-        # Not in a graph, whose compiler would copy memory that is filled segment by segment.
+        # Not in a graph: its compiler would copy memory that is filled segment by segment.
         if not self.row.split and not launches_into_graph():
             self.restarts = restart_count(self.chunks_of_row, self.N * self.HV * tiles)
         if self.row.split or self.restarts > 1:
@@ -82,21 +85,21 @@ class Sweeps(MatrixSequences):
         return self.batched(o), final_state
 
     def scratch(self, *shape: int) -> Tensor:
-        """Memory for a factor of products, of each token in a sequence."""
+        """Memory for a factor of products, for each token of a sequence."""
         return torch.empty(*self.tokens, *shape, dtype=self.dtype, device=self.device)
 
     def free_sweep_memory(self) -> None:
-        """Give back the memory that only sweeps need."""
+        """Free the memory that only state passing needs."""
         self.factors.clear()
         self.transitions = None
 
     def sweep(self, **tensors: Tensor | None) -> None:
-        """Forwards in time: fill what is given of `o`, `r`, `states` and `final`."""
+        """Pass states forwards in time: fill `o`, `r`, `states` and `final`, if given."""
         sweep: Sweep = partial(self._sweep, v=self.v)
         sweep(initial=self.starts(), **tensors)
 
     def starts(self) -> Tensor | None:
-        """The states before segments, at which the sweeps forwards in time begin."""
+        """The states before segments, at which state passing forwards in time starts."""
         sweep: Sweep = partial(self._sweep, v=self.v)
         if self.restarts > 1:
             starts = self.per_segment(self.restarts, self.HV, self.K, self.V)
@@ -106,8 +109,8 @@ class Sweeps(MatrixSequences):
         return self.row.starts(sweep, self.initial, join=self._join)
 
     def map(self) -> tuple[Tensor, Tensor]:
-        """What each sequence, begun at zero, does to a state: ``(end [N, HV, K, V], matrix [N, HV, K, K])``."""
-        self.restarts = 1  # the matrix has to be multiplied by all chunks
+        """The transition of each sequence: ``(end [N, HV, K, V], matrix [N, HV, K, K])``, `end` from zero."""
+        self.restarts = 1  # the matrix of the transition is a product over all chunks
         end, matrix = self.state(torch.float32), self.per_sequence(self.HV, self.K, self.K)
         self.sweep(final=end)
         eye = torch.eye(self.K, dtype=torch.float32, device=self.device).repeat(self.N, self.HV, 1, 1)
@@ -119,7 +122,7 @@ class Sweeps(MatrixSequences):
         given: dict[str, Tensor | None] = dict.fromkeys(("v", "initial", "o", "r", "states", "ends", "final"))
         given |= tensors
         factors = dict(self.factors)
-        for factor, output in (("P", "o"), ("Y", "r")):  # products that nothing else takes
+        for factor, output in (("P", "o"), ("Y", "r")):  # each is needed for one output only
             if given[output] is None:
                 factors[factor] = None
         grid, config = self.sweep_launch(V)
@@ -130,11 +133,11 @@ class Sweeps(MatrixSequences):
         )
 
     def reverse(self, do: Tensor, d_final: Tensor | None, **tensors: Tensor | None) -> None:
-        """Backwards in time: fill what is given of `dv`, `du`, `d_states` and `d_initial`."""
+        """Pass gradients backwards in time: fill `dv`, `du`, `d_states` and `d_initial`, if given."""
         self._reverse(do, d_final=self.reverse_starts(do, d_final), **tensors)
 
     def reverse_starts(self, do: Tensor, d_final: Tensor | None) -> Tensor | None:
-        """The gradients of the states after segments, at which the sweeps backwards in time begin."""
+        """The gradients of the states after segments, at which state passing backwards in time starts."""
         sweep = partial(self._reverse, do)
         if self.restarts > 1:
             of_segments = self.per_segment(self.restarts, self.HV, self.K, self.V)
@@ -164,15 +167,17 @@ class Sweeps(MatrixSequences):
         )
 
     def place_of_dv(self, both_ways: bool) -> Tensor:
-        """Memory for the gradients of values, which may be that of the matrices W.
+        """Memory for the gradients of values, if possible that of the matrices W.
 
-        It is, if each program of `reverse` reads all of W of its head, and stores as much. When it stores the gradients
-        of a chunk, all its threads have waited for W of this chunk, and nothing reads that again. Where sweeps go
-        `both_ways`, W is read forwards in time too, so the gradients have memory of their own.
+        It is possible if each program of `reverse` reads the whole W of its head, and stores as much. When it
+        stores the gradients of a chunk, all its threads have waited for the chunk's W, which nothing reads
+        afterwards. With `both_ways`, W is read forwards in time at the same time, so the gradients need
+        memory of their own.
         """
         _, config = self.sweep_launch(self.V)
         alone = not both_ways and config["BV"] >= self.V == self.K
-        # Tokens outside of packed sequences have gradients of zero, and a graph copies what its kernels change.
+        # Tokens outside packed sequences have gradients of zero, and a graph copies the tensors that its
+        # kernels change.
         if alone and self.cu_seqlens is None and not launches_into_graph():
             assert self.factors["W"] is not None
             return self.factors["W"]
@@ -180,7 +185,7 @@ class Sweeps(MatrixSequences):
 
     @property
     def sweeps_at_once(self) -> bool:
-        """Whether a backward pass sweeps both ways at once, because the programs of one sweep would not fill a chip."""
+        """Whether both directions run in one launch, because the programs of one would not fill a chip."""
         return are_few(self.parts * self.N * self.HV, self.V)
 
     def _reverse(self, do: Tensor, **tensors: Tensor | None) -> None:
@@ -204,7 +209,7 @@ class Sweeps(MatrixSequences):
         )
 
     def _of_sweeps(self, ends: Tensor | None) -> dict[str, Any]:
-        """What both sweeps take besides. Those for `ends` pass over what is forgotten."""
+        """The arguments that both directions share. Passes for `ends` use the log-norm bound."""
         sizes = {"HK": self.HK, "SEGMENTS": self.parts, "K": self.K, "C": self.C}
         restarts = self.restarts > 1
         growth = self.growth if restarts or ends is not None else None
@@ -212,15 +217,15 @@ class Sweeps(MatrixSequences):
 
     @property
     def parts(self) -> int:
-        """The segments of a row, of either kind."""
+        """The number of segments of a row, with warm starts or joined by their transitions."""
         return self.restarts if self.restarts > 1 else self.row.count
 
     def _join(self, ends: Tensor | None, initial: Tensor | None, reverse: bool = False) -> Tensor:
-        """The state before each segment, from the first one's, or with `reverse` its gradient after it.
+        """The state before each segment or, with `reverse`, the gradient of the state after it.
 
-        Without `ends`, these are zero, and the states are those of `K` values.
+        Without `ends`, the states reached from zero are zero, and `initial` has `K` values.
         """
-        if self.transitions is None:  # what each segment does to a state, backwards in time transposed
+        if self.transitions is None:  # backwards in time the transposed matrices apply
             self.transitions = self.per_segment(self.row.count, self.HV, self.K, self.K)
             self._sweep(ends=self.transitions, V=self.K, IDENTITY=True)
         V = self.K if ends is None else self.V
@@ -234,7 +239,7 @@ class Sweeps(MatrixSequences):
         return starts
 
     def sweep_launch(self, V: int) -> tuple[tuple[int], dict[str, int]]:
-        """The grid of a sweep over states of `V` values, and its configuration."""
+        """The grid of state passing with `V` values, and its configuration."""
         states = self.parts * self.N * self.HV
         low_rank = self.factors["b"] is not None
         config = sweep_config(self.chip, self.bfloat16, self.K, V, states, low_rank)
@@ -242,13 +247,13 @@ class Sweeps(MatrixSequences):
 
 
 def restart_count(chunks: int, programs: int) -> int:
-    """In how many segments to sweep rows of `chunks` where sweeps restart, if so many `programs` sweep all of them.
+    """The number of segments of a row of `chunks` with warm starts, if `programs` process all rows uncut.
 
-    The segments are as many as fill a large chip, and have at least twice the `ASKED` chunks. There are two only if the
-    programs, and so the heads of a row, are at most `HEADS`. Unlike the number of segments that are joined by their
-    maps, it may depend on the batch size. What is forgotten of a finite state below 2^43 is so far below the rounding
-    of what follows that this is the same to the bit, from wherever it is swept. Other states are forgotten only by
-    restarts. It is 1 for sizes that the compiler does not know.
+    The segments are as many as fill a large chip, and have at least twice the `ASKED` chunks. A row is cut
+    only if the programs, and so the heads of a row, are at most `HEADS`. Unlike the number of segments that
+    are joined by their transitions, it may depend on the batch size: a finite state below 2^43 that decays to
+    zero changes no bit of the results, wherever a segment starts. Only a warm start drops a larger state.
+    The number is 1 for sizes that the compiler does not know.
     """
     if not isinstance(chunks, int) or not isinstance(programs, int):
         return 1
@@ -256,9 +261,9 @@ def restart_count(chunks: int, programs: int) -> int:
 
 
 def are_few(states: int, V: int) -> bool:
-    """Whether so many `states` of `V` values are at most 128 tiles of 64 values, about one for each multiprocessor.
+    """Whether `states` of `V` values are at most 128 tiles of 64 values, about one for each multiprocessor.
 
-    It is false for sizes that the compiler does not know.
+    False for sizes that the compiler does not know.
     """
     return isinstance(states, int) and states * tile_count(V, 64) <= 128
 
@@ -272,9 +277,10 @@ def fill(state: Tensor, given: Tensor | None) -> None:
 
 
 def wide_warps(chip: Chip, K: int) -> int:
-    """Warps of a program that holds a state of more than 128 keys.
+    """The warps of a program that holds a state of more than 128 keys.
 
-    Such a state does not fit in tensor memory, which Triton does not use where a program has 16 warps.
+    Such a state does not fit in tensor memory. Triton does not use tensor memory where a program has 16
+    warps.
     """
     return 16 if chip.has_tensor_memory and K > 128 else 8
 
@@ -282,10 +288,10 @@ def wide_warps(chip: Chip, K: int) -> int:
 def sweep_config(
     chip: Chip, bfloat16: bool, K: int, V: int, states: int, low_rank: bool = False
 ) -> dict[str, int]:
-    """Block sizes of the contracted axis, of which a program has all blocks, and of the other, warps and stages.
+    """Block sizes of the contracted axis and of the other, warps and stages.
 
-    Where there are `states` enough for all multiprocessors, and no tensor memory, two groups of four warps share what
-    they load.
+    A program has all blocks of the contracted axis. Where there are enough `states` for all multiprocessors,
+    and no tensor memory, two groups of four warps share the operands that they load.
     """
     if not bfloat16:
         return {
@@ -294,22 +300,23 @@ def sweep_config(
             "num_warps": 4,
             "num_stages": 1,
         }
-    # Parts of 256 keys do not fit in the registers beside what a chunk needs, if there are two of them.
+    # Two parts of 256 keys do not fit in the registers beside the operands of a chunk.
     BK = 128 if K > 256 else block(K, 256)
-    # Hopper multiplies what is in registers: there are enough for 256 keys, if one part of 64 is rounded at a time.
+    # Hopper multiplies operands in registers, which suffice for 256 keys if one part of 64 is rounded at a
+    # time.
     if K > 256 or (K > 128 and chip.capability != HOPPER.capability):
         return {"BK": BK, "BV": 64, "num_warps": wide_warps(chip, K), "num_stages": 1}
-    # Tensor memory has no room for what programs of 128 values and keys hold.
+    # Tensor memory has no room for the state of programs with 128 values and keys.
     BV = 64 if V <= 64 or chip.has_tensor_memory or are_few(states, V) else 128
-    # A fourth factor of keys, that of low rank, leaves no room for a second stage beside larger heads.
+    # The fourth key factor of the low-rank recurrence leaves no room for a second stage beside larger heads.
     stages = 1 if low_rank and (K > 128 or (chip.is_small and K > 64)) else 2
-    # What a part of 128 keys needs does not fit in the registers of four warps.
+    # The operands of a part of 128 keys do not fit in the registers of four warps.
     BK = 64 if K > 128 or BV == 64 else max(BK, 64)
     return {"BK": BK, "BV": BV, "num_warps": BV // 16, "num_stages": stages}
 
 
 def join_config(chip: Chip, bfloat16: bool, K: int) -> dict[str, int]:
-    """Block sizes of the keys' axis, of the other, and of the former where it is contracted, warps, pipeline stages."""
+    """Block sizes of the keys, of the values, and of the keys where contracted; warps and stages."""
     BK = block(K, 256)
     if bfloat16:
         return {"BK": max(BK, 64), "BV": 64, "BD": 64, "num_warps": wide_warps(chip, K), "num_stages": 1}

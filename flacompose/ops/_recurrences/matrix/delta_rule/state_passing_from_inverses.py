@@ -1,4 +1,4 @@
-"""The sweeps of a forward pass on Hopper, whose kernel in Gluon takes the inverses of chunks alone: their launches."""
+"""Launches of forward passes on Hopper, whose state passing takes only the inverses of chunks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from flacompose.ops._recurrences.matrix.delta_rule.state_passing import Sweeps
 
 
 class InverseSweeps(Sweeps):
-    """Sweeps of one call that may take the matrices Y of chunks in the place of W and P, if it `takes_inverses`.
+    """State passing of one call, from the inverses Y of chunks in place of W and P if it `takes_inverses`.
 
-    A family gives what its tokens have: `q`, `k` and `beta`.
+    A subclass sets `q`, `k` and `beta`.
     """
 
     q: Tensor
@@ -20,7 +20,7 @@ class InverseSweeps(Sweeps):
     takes_inverses = False
 
     def inverses(self) -> None:
-        """Fill the `Y` that the sweeps of `hopper_sweep` take."""
+        """Fill `Y`, the inverses that `hopper_sweep` takes."""
         from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import hopper_inverse_kernel
 
         self.HK = self.q.shape[2]

@@ -1,8 +1,8 @@
-"""Triton kernels for the same gradients as the kernel of `gradients`, where the key axis has many tiles.
+"""Triton kernels of the gradients of `gradients` for a key axis of many tiles, from stored pairs.
 
-The kernel of `gradients` computes the gradients of a chunk's pairs of tokens again for every tile of the key axis,
-although they do not depend on the tile. Here one kernel stores them, and another makes the gradients of queries, keys,
-`beta` and gates of heads from what is stored.
+The kernel of `gradients` computes the gradients of a chunk's pairs of tokens again for each tile of the key
+axis, although they do not depend on the tile. Here one kernel stores them, and another computes the gradients
+of queries, keys, `beta` and gates of heads from them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def delta_stored_product_kernel(
     dv,  # [tokens, HV, V], where keys get gradients
     pairs,  # [chunks, HV, 2, PARTS, C, C]: `of_q` and `of_k`, without their diagonals
     diagonal,  # [chunks, HV, C]: the diagonal of `of_q`
-    of_before,  # [chunks, HV, C], with `READ_BEFORE`: what no gate decays of `of_k`, the pairs with the token before
+    of_before,  # [chunks, HV, C], with `READ_BEFORE`: `of_k` for the token before, which no gate decays
     cu_seqlens,
     T,
     N,
@@ -59,7 +59,7 @@ def delta_stored_product_kernel(
 ):
     """``of_q[t, s] = scale * do_t . r_s`` and ``of_k[t, s] = -dv_t . r_s``, decayed by the gates between the tokens.
 
-    They are the gradients of the products of the queries and keys that read with the keys that write, without the
+    They are the gradients of the products of queries and reading keys with the writing keys, without the
     factor beta. In bfloat16 they are stored in two parts, one after the other.
     """
     scale = in_float32(scale)
@@ -103,7 +103,7 @@ def delta_stored_product_kernel(
 
 @triton.jit
 def _store_in_parts(at, x, DOT: tl.constexpr):
-    """Stores ``x [C, C]`` as `_dot_with_stored` takes it, in its parts, one behind the other."""
+    """Stores ``x [C, C]`` for `_dot_with_stored`: in its parts, one after the other."""
     C: tl.constexpr = x.shape[0]
     at += tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
     high, low = in_parts(x, DOT)
@@ -130,18 +130,19 @@ def _dot_with_stored(at, parts, acc, TRANSPOSED: tl.constexpr, DOT: tl.constexpr
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def delta_stored_product_gradient_kernel(
-    # One kernel makes the gradients of queries and of keys, because both take the same vectors and states. So it has
-    # more than 25 parameters: those of `gradient_kernel`, and what is stored of the pairs.
+    # One kernel computes the gradients of queries and of keys, because both need the same vectors and states.
+    # So it has more than 25 parameters: those of `gradient_kernel` of `gradients`, and the stored gradients
+    # of pairs.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
-    a,  # [tokens, H, K], the keys that read; `k` if it is None
+    a,  # [tokens, H, K], reading keys; `k` if it is None
     beta,  # [tokens, HV]
     sums,  # [chunks, HV, C]
     rest,  # [chunks, HV, C]
     r,  # [tokens, HV, V]
     do,  # [tokens, HV, V]
     dv,  # [tokens, HV, V]
-    pairs,  # [chunks, HV, 2, PARTS, C, C], from `delta_stored_product_kernel`, as the next two are
+    pairs,  # [chunks, HV, 2, PARTS, C, C], from `delta_stored_product_kernel`, like the next two
     diagonal,  # [chunks, HV, C]
     of_before,  # [chunks, HV, C]
     states,  # [chunks, HV, K, V], before each chunk
@@ -150,7 +151,7 @@ def delta_stored_product_gradient_kernel(
     dk,  # [tokens, HV, K]
     da,  # [tokens, HV, K], with `a`
     dbeta,  # [tokens, tiles of K, HV], to be added up
-    d_sums,  # [chunks, 3 * tiles of K, HV, C], for `gate_gradient_kernel` of head decay, as the following
+    d_sums,  # [chunks, 3 * tiles of K, HV, C], for `gate_gradient_kernel`, like `d_total`
     d_total,  # [chunks, HV, K]
     cu_seqlens,
     T,
@@ -195,7 +196,7 @@ def delta_stored_product_gradient_kernel(
         if rest is not None:
             rest += rh * C
         from_start, to_end, of_chunk = decayed_rows(sums, rest, C)
-    # 1. Through the states: what queries and keys, or `a`, read, and what keys write.
+    # 1. Through the states: the reads of queries and of keys, or `a`, and the writes of keys.
     dq_read = tl.zeros([C, BK], dtype=tl.float32)
     dk_read = tl.zeros([C, BK], dtype=tl.float32)
     written = tl.zeros([C, BK], dtype=tl.float32)
@@ -222,7 +223,7 @@ def delta_stored_product_gradient_kernel(
         dq_read *= from_start[:, None]
         dk_read *= decays_of_reads(sums, rest, from_start, READ_BEFORE, C)[:, None]
         written *= to_end[:, None]
-    # 2. Through the pairs: what these read.
+    # 2. Through the pairs: the reads.
     beta_i = load_numbers(beta, first, i, size, HV)
     diagonal_t = tl.load(diagonal + rh * C + i)[:, None]
     k_ = load_tile(k, i, size, 0, d, H, K)
@@ -243,15 +244,16 @@ def delta_stored_product_gradient_kernel(
                 ending += tl.sum(dk_read * a_, 1)
             tl.store(at + ENDING * tiles * HV * C, ending)
             tl.store(at + LEAVING * tiles * HV * C, tl.sum(written * k_, 1) * beta_i)
-        # 3. What keys write, and the gradients of `beta` and of keys.
+        # 3. The writes of keys, and the gradients of `beta` and of keys.
         in_chunk = tl.zeros([C, BK], dtype=tl.float32)
         in_chunk = _dot_with_stored(pairs, (q_,), in_chunk, True, DOT)
         in_chunk = _dot_with_stored(of_k, (a_,), in_chunk, True, DOT)
         if d_sums is not None:
             tl.store(at + BEGINNING * tiles * HV * C, tl.sum(in_chunk * k_, 1) * beta_i)
-        # The pair of a token with itself joins last: it would drown the others in the gate's gradient.
+        # The pair of a token with itself is added last, since it would drown the others in the gate's
+        # gradient.
         written += in_chunk + diagonal_t * q_
-        if READ_BEFORE:  # So does that of a token with the one before it.
+        if READ_BEFORE:  # The pair with the token before is added last, too.
             of_before += rh * C
             by_next = tl.load(of_before + i + 1, mask=i < C - 1, other=0.0)[:, None]
             written += by_next * load_tile(k if a is None else a, i + 1, size, 0, d, H, K)

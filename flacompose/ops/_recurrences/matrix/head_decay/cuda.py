@@ -1,4 +1,16 @@
-"""Launches of the Triton kernels: what CUDA runs, in float32, bfloat16 and float16."""
+"""Launches of head decay on CUDA, in float32, bfloat16 and float16, and the table of their kernels.
+
+    result                                   condition                  kernel                 file
+    running sums of gates                    g, or gate gradients       head_gate_sum_kernel            gates.py
+    o, dv                                    always                     head_decay_state_passing_kernel           kernels.py
+    dq, dk                                   no gate gradients          head_decay_state_passing_kernel           kernels.py
+    states before chunks, their gradients    gate gradients             head_decay_state_passing_kernel           kernels.py
+    dq, dk, gradients of sums of gates       gate gradients             head_decay_gradient_kernel        gradients.py
+    dg, dbeta                                gate gradients             head_gate_gradient_kernel   gates.py
+
+"Gate gradients" are those of `g`, `g_gamma` and `beta`. `backward` and `Launches` choose. The kernels are the
+same on all chips.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +33,7 @@ from flacompose.ops._recurrences.matrix.head_decay.gradients import head_decay_g
 from flacompose.ops._recurrences.matrix.head_decay.inputs import Inputs
 from flacompose.ops._recurrences.matrix.head_decay.kernels import head_decay_state_passing_kernel
 
-BH = 16  # heads of a program that works on gates alone
+BH = 16  # heads of a program of the kernels of gates
 
 
 def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -65,7 +77,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
             sweep(do, v, k, initial=initial, out=dq, transpose=True)
     sweeps_dk = wants("k") and dS is None
     if sweeps_dk or dS is not None or wants("v", "initial_state"):
-        # One of these sweeps ends with the gradient of the initial state, or is made for that alone.
+        # One of these passes also computes the gradient of the initial state, or is launched for it alone.
         initial, final = sweep.starts(q, do, d_final_state, reverse=True), d_initial_state
         if wants("v") or not sweeps_dk:
             sweep(k, q, do, initial=initial, out=dv, states=dS, final=final, reverse=True)
@@ -98,7 +110,7 @@ steps = recurrent
 
 
 class Launches(MatrixSequences):
-    """The launches of one call: what its sweeps have in common, and the gates as they take them."""
+    """The launches of one call: state passing, gradients, and the gates in the form that both take."""
 
     def __init__(self, inputs: Inputs, gradient_of_gates: bool = False, fine: bool = False) -> None:
         q, _, v, g, g_gamma, beta, _, cu_seqlens, self.scale = inputs
@@ -115,7 +127,8 @@ class Launches(MatrixSequences):
         programs = self.H * max(prod(self.tiles(x)) for x in (False, True))
         steps = (self.T + self.step - 1) // self.step
         self.row = Segments(self, steps, programs, (self.H, self.K, self.V), {"g": "sum_g"})
-        # Either gates that are the same for every token, or running sums of gates, in two parts for float32 products.
+        # Either one gate per head for all tokens, or running sums of gates, in two parts for float32
+        # products.
         gamma, sums, rest = operand(g_gamma), None, None
         if g is not None or gradient_of_gates:
             sums, rest = self.sum_gates(operand(g), gamma)
@@ -130,12 +143,15 @@ class Launches(MatrixSequences):
         return sweep_config(self.chip, self.bfloat16, self.step, axes["D1"], axes["D2"])
 
     def tiles(self, transpose: bool) -> tuple[int, int]:
-        """The number of tiles of a state, of the axis that is contracted and of the other."""
+        """The number of tiles of a state along the contracted axis and along the other."""
         axes, config = self.axes(transpose), self.config(transpose)
         return tile_count(axes["D1"], config["BD1"]), tile_count(axes["D2"], config["BD2"])
 
     def output_of_keys(self, q: Tensor) -> Tensor:
-        """Memory for the gradient of queries or keys, of each head of values or, if gates get gradients, of several."""
+        """Memory for the gradient of queries or keys.
+
+        It has the heads of values or, if gates get gradients, one head for several of these.
+        """
         if not self.gradient_of_gates:
             return self.per_token(self.H, self.K, dtype=q.dtype if q.shape[2] == self.H else torch.float32)
         return self.per_token(
@@ -143,7 +159,7 @@ class Launches(MatrixSequences):
         )
 
     def summed_of_keys(self, dx: Tensor | None, x: Tensor) -> Tensor | None:
-        """``[B, T, H, K]`` of what `output_of_keys` gave."""
+        """``[B, T, H, K]``, the sum over the heads of the memory from `output_of_keys`."""
         if dx is None:
             return None
         dx = self.batched(dx)
@@ -155,7 +171,7 @@ class Launches(MatrixSequences):
         return self.per_chunk(self.H, self.K, self.V, dtype=dtype)
 
     def starts(self, b: Tensor, x: Tensor, initial: Tensor | None, reverse: bool = False) -> Tensor | None:
-        """The state before each segment, from the one before the sequence."""
+        """The state before each segment, from the state before the sequence."""
         return self.row.starts(partial(self, None, b, x, reverse=reverse), initial)
 
     def __call__(
@@ -169,7 +185,7 @@ class Launches(MatrixSequences):
     ) -> None:
         """Launch `head_decay_state_passing_kernel`; with `transpose`, `b` has the size of values and `x` that of keys.
 
-        The other `tensors` are its arguments by name, of which those left out are absent.
+        The other `tensors` are its arguments by name; those that are not given are absent.
         """
         optional = ["initial", "out", "states", "ends", "sum_g", "final"]
         optional += ["skip", "z", "z_token", "do", "dy", "dz", "d_skip"]
@@ -205,7 +221,8 @@ class Launches(MatrixSequences):
                 **arguments,
             )
         elif columns > 4:
-            # With so many programs, tiles follow one another, and each adds to what the one before gave.
+            # With so many programs, tiles are launched one after the other, and each adds to the sum of those
+            # before.
             partial = None
             for tile in range(tiles):
                 last = tile == tiles - 1
@@ -247,14 +264,14 @@ class Launches(MatrixSequences):
         dtype: torch.dtype,
         beta: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """``[B, T, H]``, the gradient of gates and, if it is given, of `beta`, from the states that sweeps have stored.
+        """``[B, T, H]``, the gradients of gates and, if it is given, of `beta`, from the stored states.
 
         Fills `dq` and `dk`, if given.
         """
         H, config = q.shape[2], gradient_config(self.chip, self.bfloat16, self.K, self.fine)
         tiles, blocks = tile_count(self.K, config["BK"]), self.C // config["BC"]
         group = self.H // (H * self.parts)
-        shared = blocks > 1 and group > 1  # between blocks, heads are added up too
+        shared = blocks > 1 and group > 1  # pairs between blocks are added up over heads too
         d_sums = self.per_chunk((3 + blocks) * tiles, self.H, self.C)
         d_total = self.per_chunk(self.H, blocks * tiles)
         d_beta = None if beta is None else self.per_chunk((2 + shared) * tiles, self.H, self.C)
@@ -301,8 +318,8 @@ def gate_gradient(
 ) -> Tensor:
     """``[B, T, H]``: the gradient of each gate, from those of the sums that contain it. Fills `dbeta` from `d_beta`.
 
-    `kinds`: how many of the parts of `d_sums` are of the kinds `ENDING`, `BEGINNING` and `LEAVING` of `gates`. The
-    others are `ACROSS`, where a chunk has two `blocks`, or `BETWEEN` where heads are `shared` too.
+    `kinds` are the numbers of parts of `d_sums` of the kinds `ENDING`, `BEGINNING` and `LEAVING` of `gates`.
+    The other parts are `ACROSS`, where a chunk has two `blocks`, or `BETWEEN` where heads are `shared` too.
     """
     (H, D), C = d_total.shape[-2:], sequences.C
     endings, beginnings, leavings = kinds
@@ -317,19 +334,20 @@ def gate_gradient(
 
 
 def head_parts(group: int) -> int:
-    """Into how many parts the heads of values that share queries and keys are divided, so that each has at most 32.
+    """The number of parts of the heads of values that share queries and keys, each of at most 32 heads.
 
-    A program takes a part. Each of several parts has gradients of queries and keys of its own, in float32. So few parts
-    save memory, and time too where chunks are enough for all of a GPU. The parts must not depend on the batch size,
-    since a row has the same bits in every batch.
+    A program has one part. If there are several, each has gradients of queries and keys of its own, in
+    float32. Few parts save memory, and time too where there are enough chunks for a whole GPU. Their number
+    must not depend on the batch size, since a row has the same bits in every batch.
     """
     return next(parts for parts in range(1, group + 1) if group % parts == 0 and group // parts <= 32)
 
 
 def step_size(bfloat16: bool, D: int, gated: bool) -> int:
-    """How many tokens a sweep takes in one step; `D` is the larger head size.
+    """The number of tokens in one step of state passing; `D` is the larger head size.
 
-    It takes 64 where there is room: gates and larger states take registers, and what waits in a pipeline takes 160 KiB.
+    It is 64 where there is room: gates and larger states need registers, and the pipeline's operands need 160
+    KiB.
     """
     return 32 if not bfloat16 or gated or D > 128 else 64
 
@@ -337,13 +355,14 @@ def step_size(bfloat16: bool, D: int, gated: bool) -> int:
 def chunk_size(
     bfloat16: bool, step: int, gate_gradient: bool, group: int, K: int, V: int, fine: bool = False
 ) -> int:
-    """Tokens of a chunk, of which the gradient of gates needs the state before it.
+    """The number of tokens of a chunk. The gradient of gates needs the state before each chunk.
 
-    With chunks of 64 tokens instead of 128, `head_decay_gradient_kernel` is faster, but a step of simple GLA takes a third more
-    memory, since there are twice as many states. Where a group of heads of values shares keys, the gradients of keys
-    take little memory, and where values are few beside keys, as in Mamba-3, states do, and so there is room for it.
-    With more than 16 heads to a program, as in Mamba-2, a step is fast enough even so, and chunks of 128 save more
-    memory than that takes time. At most 64 keys, and states in float32 (`fine`), were not measured, and stay with 64.
+    With chunks of 64 tokens instead of 128, `head_decay_gradient_kernel` is faster, but a step of simple GLA takes a
+    third more memory, since there are twice as many states. Where a group of heads of values shares keys, the
+    gradients of keys need little memory, and where values are few beside keys, as in Mamba-3, states need
+    little, so chunks of 64 are affordable. With more than 16 heads per program, as in Mamba-2, a step is fast
+    enough even so, and chunks of 128 save more memory than they cost time. At most 64 keys, and states in
+    float32 (`fine`), were not measured, and stay with 64.
     """
     if not gate_gradient:
         return step
@@ -355,7 +374,8 @@ def chunk_size(
 def sweep_config(chip: Chip, bfloat16: bool, C: int, D1: int, D2: int) -> dict[str, int]:
     """Block sizes of the contracted axis, of the other, and of the parts of the former; warps, pipeline stages.
 
-    In bfloat16, tiles of the contracted axis have one size, a multiple of 64, so that little of them is padding.
+    In bfloat16, tiles of the contracted axis have equal sizes, multiples of 64, so that there is little
+    padding.
     """
     if not bfloat16:
         BD1 = block(D1, 256)
@@ -378,10 +398,10 @@ def sweep_config(chip: Chip, bfloat16: bool, C: int, D1: int, D2: int) -> dict[s
 
 
 def gradient_config(chip: Chip, bfloat16: bool, K: int, fine: bool) -> dict[str, int]:
-    """Tokens of a block, block sizes of the key axis and of the value axis, which is contracted, warps and stages.
+    """Tokens of a block, block sizes of the key axis and of the contracted value axis, warps and stages.
 
-    With three stages, both halves of 128 values are on their way at once. Small chips have room for two stages. Where
-    states are float32 (`fine`), two stages let two programs fit on a multiprocessor of a large chip.
+    With three stages, both halves of 128 values are loaded at once. Small chips have room for two stages.
+    Where states are float32 (`fine`), two stages let two programs fit on a multiprocessor of a large chip.
     """
     if not bfloat16:
         return {"BC": 64, "BK": 32, "BV": 32, "num_warps": 4, "num_stages": 1}

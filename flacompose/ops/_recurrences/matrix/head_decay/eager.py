@@ -1,11 +1,11 @@
-"""Chunked PyTorch for head decay: what every device without a Triton kernel runs.
+"""Chunked PyTorch of head decay, for every device without a Triton kernel.
 
     S_t = exp(g_t + g_gamma) S_{t-1} + beta_t k_t v_t^T        o_t = scale * S_t^T q_t
 
-Between chunks the state is swept. Within a chunk every pair of tokens ``t >= s`` meets with the weight
-``exp(g_{s+1} + ... + g_t)``: sums of gates, never a difference of cumulative sums, so nothing overflows or cancels, and
-a gate of -inf is a weight of 0. Heads of values that share one of queries and keys are a dimension ``n`` beside it.
-All is functional and differentiable to any order.
+The state is passed from chunk to chunk. Within a chunk every pair of tokens ``t >= s`` has the weight
+``exp(g_{s+1} + ... + g_t)``: sums of gates, never a difference of cumulative sums, so nothing overflows or
+cancels, and a gate of -inf is a weight of 0. Heads of values that share queries and keys are a dimension
+``n`` beside the head. Everything is functional and differentiable to any order.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     chunks = Chunks(q, cu_seqlens)
     q_, k_, values, do_ = _by_group(chunks, q, k, v, call.do)
     strength = _strength(chunks, q, beta)
-    v_ = _times(values, strength)  # what is written
+    v_ = _times(values, strength)  # the written values
     q_, decay = q_ * scale, Decay(chunks, q, g, g_gamma)
 
-    # From other chunks: S is what they wrote before this one, dS the gradient of what they read after it.
+    # Through other chunks: S is the state before each chunk, dS the gradient of the state after it.
     if wants("q", *gates):
         S, _ = _sweep(chunks, k_ * decay.write, v_, decay, initial_state)
         dq = do_ @ S.mT * decay.read
@@ -62,7 +62,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     if wants("k", *gates):
         dk = v_ @ dS.mT * decay.write
 
-    # From this chunk, and together.
+    # Within a chunk, and the sum of both.
     if wants("v", "beta", *gates):
         A = (q_ @ k_.mT).tril()
     if wants("q", "k", *gates):
@@ -93,7 +93,7 @@ def _by_group(chunks: Chunks, q: Tensor, *others: Tensor) -> list[Tensor]:
 
 
 def _strength(chunks: Chunks, q: Tensor, beta: Tensor | None) -> Tensor | None:
-    """How strongly tokens are written, ``[B, H, n, R, C, 1]``."""
+    """`beta`, ``[B, H, n, R, C, 1]``."""
     return None if beta is None else chunks.split(beta.unsqueeze(-1)).unflatten(1, (q.shape[2], -1))
 
 
@@ -104,9 +104,10 @@ def _times(x: Tensor, strength: Tensor | None) -> Tensor:
 class Decay:
     """The weights within each chunk, exponentials of sums of gates; without gates all 1.
 
-    `pair` ``[..., t, s]`` joins a write to a later read, and is 1 where there is none; `read` and `write`
-    ``[..., t, 1]`` join a token to the start and the end of the chunk, `total` ``[..., 1, 1]`` those two. With
-    `read_before` a token reads before its own decay, so that its sums of gates are those of the token before it.
+    `pair` ``[..., t, s]`` is the decay from a write to a later read, and 1 elsewhere; `read` and `write`
+    ``[..., t, 1]`` are the decays from the chunk's start to a token and from a token to its end, `total`
+    ``[..., 1, 1]`` that of the chunk. With `read_before` a token reads before its own decay, so its sums of
+    gates end at the token before it.
     """
 
     def __init__(
@@ -137,11 +138,11 @@ class Decay:
         self.pair, self.read = sums.exp(), since_start.exp()
 
     def gradient(self, pair: Tensor, read: Tensor, write: Tensor, total: Tensor) -> Tensor:
-        """The gradient of every gate ``[..., C, 1]``, from those of the sums that hold it."""
+        """The gradient of every gate ``[..., C, 1]``, from the gradients of the sums that contain it."""
         if self.read_before:
             pair, read = (F.pad(x, (0, 0, -1, 1)) for x in (pair, read))
         until_here = 1 - self.before.mT  # [t, j], 1 where t >= j
-        # Vectors are multiplied as rows of one matrix, not each as a column by its own copy of the sums.
+        # Vectors are rows of one matrix product, so that the matrix of sums is not copied for each.
         pairs = (pair @ self.before.mT * until_here).sum(-2, True)
         return (pairs + read.mT @ until_here + write.mT @ self.before.mT).mT + total
 
@@ -149,7 +150,7 @@ class Decay:
 def _sweep(
     chunks: Chunks, a: Tensor, x: Tensor, decay: Decay, start: Tensor | None, reverse: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The states of ``a^T x``, as `Chunks.decaying_sweep` returns them, by group."""
+    """The states of ``a^T x``, by group, in the form of `Chunks.decaying_sweep`."""
     decays = [] if decay.total.dim() == 0 else [decay.total.flatten(1, 2)]
     S, end = chunks.decaying_sweep((a.mT @ x).flatten(1, 2), decays, start, reverse)
     return S if S.dim() == 2 else S.unflatten(1, x.shape[1:3]), end

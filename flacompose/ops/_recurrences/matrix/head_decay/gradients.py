@@ -1,16 +1,17 @@
-"""The Triton kernel of the gradients of queries, keys and gates, for all chunks at once.
+"""The Triton kernel of the gradients of queries, keys and gates of head decay, for all chunks at once.
 
-Within a chunk, with `S` the state before it, `dS` the gradient of the state after it, and `w` the decay between tokens:
+Within a chunk, with `S` the state before it, `dS` the gradient of the state after it, and `w` the decay
+between tokens:
 
     dq_i = sum over j <= i of w_ij (do_i . v_j) k_j + w_i S do_i       w_i from the chunk's start
     dk_j = sum over i >= j of w_ij (do_i . v_j) q_i + w_j dS v_j       w_j to the chunk's end
 
-Where tokens are written with a strength ``beta_j``, ``beta_j v_j`` takes the place of ``v_j``. The gradient of
-``beta_j`` is the product of ``k_j`` with the gradient that ``k_j`` would have if it were 1.
+With `beta`, ``beta_j v_j`` replaces ``v_j``. The gradient of ``beta_j`` is the product of ``k_j`` with the
+gradient that ``k_j`` would have if ``beta_j`` were 1.
 
-A program has a block of the chunk. The pairs of its own tokens are computed once for queries and keys, those with
-tokens of the other block once for each. Heads of values that share queries and keys are added up before their pairs are
-multiplied by these, so that this product is made once for all of them.
+A program has a block of the chunk. The pairs of its own tokens are computed once for queries and keys; pairs
+with tokens of the other block are computed once for each. Pairs are added up over the heads of values that
+share queries and keys before they are multiplied by these, so one product serves all heads.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ from flacompose.ops._tiles.blocks import (
     store_tile,
 )
 
-# The parts of `d_sums`, each of which is there for every tile of keys. They hold, for each token, the gradients of the
-# sums of gates that end at it and begin in its block, or before its block; of those that begin after it and end in its
-# block; and of those that begin after it and end beyond its block. Where there are two blocks, the last part holds, for
-# the gates of the other block, the gradients of the sums that contain all of these: from the chunk's start to a token
-# of the second block, and from a token of the first block to the chunk's end. Where heads share keys, the sums between
-# tokens of both blocks have a part of their own, for the gates of the token's block, and others are without them.
+# The parts of `d_sums`, one of each for every tile of keys. They hold, for each token, the gradients of the
+# sums of gates that end at it and begin in its block, or before its block; that begin after it and end in its
+# block; and that begin after it and end beyond its block. If there are two blocks, the last part holds, for
+# the gates of the other block, the gradients of the sums that contain all of these: from the chunk's start to
+# a token of the second block, and from a token of the first block to the chunk's end. If heads share keys,
+# the sums between tokens of both blocks have a part of their own, for the gates of the token's block, and the
+# other parts do not include them.
 ENDING_IN_BLOCK = tl.constexpr(0)
 ENDING_FROM_BEFORE = tl.constexpr(1)
 BEGINNING_IN_BLOCK = tl.constexpr(2)
@@ -47,7 +49,7 @@ BETWEEN_BLOCKS = tl.constexpr(4)
 
 @triton.jit
 def _sums(sums, rest, at):
-    """Running sums of gates, and what rounding took from them."""
+    """Running sums of gates, and their rounding errors."""
     high = tl.load(sums + at)
     low = tl.load(rest + at) if rest is not None else high * 0.0
     return high, low
@@ -61,11 +63,11 @@ def _at(x, row, part, PARTS: tl.constexpr, hv, HV, t, C: tl.constexpr):
 
 @triton.jit
 def _pairs(
-    x,  # [tokens, HV, V], of a head from the chunk's first token on, as the following
+    x,  # [tokens, HV, V], of a head from the chunk's first token on, like `y`
     y,
     sums,
     rest,
-    at,  # where the sums of the head's chunk are
+    at,  # the offset of the sums of the head's chunk
     scale,
     i,
     j,
@@ -79,7 +81,8 @@ def _pairs(
 ):
     """``w_ij (x_i . y_j)`` of tokens `i` of the chunk and tokens `j` before them, or with `BACKWARDS` after them.
 
-    The sign of the sum of gates does not say which token is later: rounding makes gates of mLSTM a little more than 0.
+    The sign of the sum of gates does not say which token is later: rounding makes gates of mLSTM a little
+    more than 0.
     """
     pairs = tl.zeros([BC, BC], dtype=tl.float32)
     for v0 in range(0, V, BV):
@@ -112,9 +115,9 @@ def _through_state(
     FINE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """``state x_t`` at keys `d`, and what a block adds to the sum of the elementwise product of the two states.
+    """``state x_t`` at keys `d`, and a block's share of the sum of the elementwise product of the two states.
 
-    Both are made at once, so that `state` is read once. Without `other` the sum is 0.
+    Both are computed at once, so that `state` is read once. Without `other` the sum is 0.
     """
     out = tl.zeros([BC, BK], dtype=tl.float32)
     both = tl.zeros([], dtype=tl.float32)
@@ -127,21 +130,21 @@ def _through_state(
         else:
             out += dot(x_, state_, DOT)
         if other is not None:
-            keys = tl.where(v0 // BV % BLOCKS == block, K, 0)  # blocks take turns
+            keys = tl.where(v0 // BV % BLOCKS == block, K, 0)  # blocks share the tiles
             both += tl.sum(state_.to(tl.float32) * load_state(other, d, d2, keys, V).to(tl.float32))
     return out, both
 
 
 @triton.jit
 def _through_other_block(
-    x,  # [tokens, HV, V], of the first head from the chunk's first token on, as the following
+    x,  # [tokens, HV, V], of the first head from the chunk's first token on, like `y`
     y,
     own,  # [BC, BK], the queries of the block, or with `BACKWARDS` the keys
-    others,  # [tokens, H, K], of the chunk's first token on: what they are multiplied by
+    others,  # [tokens, H, K], from the chunk's first token on: the keys, or with `BACKWARDS` the queries
     beta,  # [tokens, HV], of the first head from the chunk's first token on
-    sums,  # [HV, C], of the first head, as the following
+    sums,  # [HV, C], of the first head, like the next three
     rest,
-    d_sums,  # [HV, C], the part of the tile for what is between blocks
+    d_sums,  # [HV, C], the tile's part for pairs between blocks
     d_beta,
     scale,
     block,
@@ -158,7 +161,7 @@ def _through_other_block(
     DOT: tl.constexpr,
     BACKWARDS: tl.constexpr,
 ):
-    """What queries of the second block, or with `BACKWARDS` keys of the first, get through pairs with the other block.
+    """The gradients through the other block: of the second's queries, or `BACKWARDS` the first's keys.
 
     As within a block, the pairs of all heads are added up first.
     """
@@ -190,8 +193,8 @@ def _through_other_block(
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def head_decay_gradient_kernel(
-    # One kernel makes the gradients of queries, keys, gates and `beta`, because all take the same products and states.
-    # So it has more than 25 parameters.
+    # One kernel computes the gradients of queries, keys, gates and `beta`, because all need the same products
+    # and states. So it has more than 25 parameters.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     v,  # [tokens, HV, V]
@@ -201,11 +204,11 @@ def head_decay_gradient_kernel(
     rest,  # [chunks, HV, C]
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it: the gradient, without `scale`
-    dq,  # [tokens, HV / GROUP, K], that of the heads of a program
+    dq,  # [tokens, HV / GROUP, K], one head for the heads of a program
     dk,  # [tokens, HV / GROUP, K], likewise
-    d_sums,  # [chunks, PARTS, HV, C], for `gate_gradient_kernel`, as the following
+    d_sums,  # [chunks, PARTS, HV, C], for `gate_gradient_kernel`, like the next two
     d_total,  # [chunks, HV, tiles of K * BLOCKS]
-    d_beta,  # [chunks, BETAS, HV, C], through the tokens of the block, through all else, and as in `BETWEEN_BLOCKS`
+    d_beta,  # [chunks, BETAS, HV, C]: through the block, through all else, and as in `BETWEEN_BLOCKS`
     cu_seqlens,
     T,
     N,
@@ -225,9 +228,9 @@ def head_decay_gradient_kernel(
 ):
     """The gradients of queries and keys, and each tile's part of the gradients of sums of gates and of `beta`.
 
-    A program has a block of `BC` tokens of a chunk of `C`, a tile of the key axis, and `GROUP` heads of values that
-    share queries and keys. A chunk has one block or two. With `SHARED` pairs of two blocks are added up over heads
-    too. With `FINE` states are float32, and are multiplied in two parts.
+    A program has a block of `BC` tokens of a chunk of `C`, a tile of the key axis, and `GROUP` heads of
+    values that share queries and keys. A chunk has one block or two. With `SHARED`, pairs between blocks are
+    added up over heads too. With `FINE` states are float32, and are multiplied in two parts.
     """
     TILES: tl.constexpr = (K + BK - 1) // BK
     BLOCKS: tl.constexpr = C // BC
@@ -241,7 +244,7 @@ def head_decay_gradient_kernel(
     block = (part // TILES).to(tl.int32) if BLOCKS > 1 else 0
     if lo >= hi:
         return
-    first = group * GROUP  # of its heads
+    first = group * GROUP  # head of the program
     h = first // (HV // H)
     size = size_of_chunk(lo, hi, C)
     t = block * BC + tl.arange(0, BC)
@@ -251,7 +254,8 @@ def head_decay_gradient_kernel(
     q_ = load_tile(q, t, size, 0, d, H, K)
     k_ = load_tile(k, t, size, 0, d, H, K)
 
-    # 1. Through the block's own tokens: what multiplies keys, and transposed queries, over all heads.
+    # 1. Through the block's own tokens: the matrix that multiplies keys, and transposed queries, over all
+    # heads.
     joint = tl.zeros([BC, BC], dtype=tl.float32)
     products = dot(q_, tl.trans(k_), DOT)
     for head in range(GROUP):
@@ -267,12 +271,12 @@ def head_decay_gradient_kernel(
             pairs *= beta_[None, :]
             d_pairs *= beta_[None, :]
         joint += pairs
-        # No gate decays the pair of a token with itself: it would drown the others in the gate's gradient.
+        # No gate decays the pair of a token with itself, which would drown the others in the gate's gradient.
         d_pairs = tl.where(t[:, None] > t[None, :], d_pairs, 0.0)
         tl.store(_at(d_sums, row, ENDING_IN_BLOCK * TILES + tile, PARTS, hv, HV, t, C), tl.sum(d_pairs, 1))
         tl.store(_at(d_sums, row, BEGINNING_IN_BLOCK * TILES + tile, PARTS, hv, HV, t, C), tl.sum(d_pairs, 0))
 
-    # 2. Through the state before the chunk, which the gates from its start decay, and the block before this one.
+    # 2. Through the state before the chunk, decayed from its start, and the block before this one.
     acc = tl.zeros([BC, BK], dtype=tl.float32)
     at_v, at_gates = (lo * HV + first) * V, (row * HV + first) * C
     if SHARED:
@@ -335,7 +339,7 @@ def head_decay_gradient_kernel(
         acc = split_dot(joint, k_, DOT, acc)
         store_tile(dq + (lo * (HV // GROUP) + group) * K, acc * scale, t, size, 0, d, HV // GROUP, K)
 
-    # 3. Through the state after it, to which the gates until its end decay, and the block after this one.
+    # 3. Through the state after the chunk, decayed to its end, and the block after this one.
     acc = tl.zeros([BC, BK], dtype=tl.float32)
     if SHARED:
         if block == 0:
@@ -374,7 +378,7 @@ def head_decay_gradient_kernel(
         )
         high, low = _sums(sums, rest, rh * C + t)
         total, total_rest = _sums(sums, rest, rh * C + C - 1)
-        # What goes from one to the other state is decayed by all of the chunk's gates.
+        # The path from one state to the other is decayed by all of the chunk's gates.
         tl.store(d_total + rh * TILES * BLOCKS + part, both * tl.exp2(total + total_rest))
         through *= tl.exp2(total - high + (total_rest - low))[:, None]
         if beta is not None:

@@ -1,4 +1,4 @@
-"""What the ops of head decay take and return."""
+"""The signature of head decay: its arguments and results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Inputs(NamedTuple):
     v: Annotated[Tensor, "B T HV V", AUTOCAST]  # HV a multiple of H
     g: Annotated[Tensor | None, "B T HV", GATE] = None  # a decay per token and head
     g_gamma: Annotated[Tensor | None, "HV", GATE] = None  # a decay per head, the same for every token
-    beta: Annotated[Tensor | None, "B T HV"] = None  # how strongly a token is written, 1 if absent
+    beta: Annotated[Tensor | None, "B T HV"] = None  # the strength of writes, 1 if absent
     initial_state: Annotated[Tensor | None, "N HV K V"] = None
     cu_seqlens: Tensor | None = None  # [N + 1]
     scale: float = 1.0

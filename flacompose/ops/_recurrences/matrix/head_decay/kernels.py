@@ -1,13 +1,14 @@
-"""The Triton kernel of head decay: a sweep over a sequence, its state in registers.
+"""The Triton kernel of head decay: state passing over a sequence, the state in registers.
 
-The output and three gradients are one sum, the roles of q, k, v and do exchanged, forwards or backwards in time:
+The output and three gradients are one sum, with the roles of q, k, v and do exchanged, forwards or backwards
+in time:
 
     o  = sweep(q, k, v)             dv = sweep(k, q, do), backwards
     dq = sweep(do, v, k)            dk = sweep(v, do, q), backwards
 
-The gradients of gates need the state before each chunk and the gradient of the state after it. Two sweeps store these,
-of which the second makes dv on its way, and `gradients` has the kernel that computes everything else of all chunks at
-once.
+The gradients of gates need the state before each chunk and the gradient of the state after it. Two passes
+store these, and the second one computes dv as well. Then a kernel of `gradients` computes all other gradients
+of all chunks at once.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from flacompose.ops._tiles.blocks import (
 
 @triton.jit
 def _part(first, d2, D1, D2, stride1, stride2, BP: tl.constexpr):
-    """Of `BP` rows of a state from `first` on, the numbers, and offsets and mask of ``[d2, rows]``."""
+    """The numbers of `BP` rows of a state from `first` on, and offsets and mask of ``[d2, rows]``."""
     d1 = first + tl.arange(0, BP)
     return d1, d2[:, None] * stride2 + d1[None, :] * stride1, (d2 < D2)[:, None] & (d1 < D1)[None, :]
 
 
 @triton.jit
 def _load_vectors(x, at, H, d, D: tl.constexpr, BD: tl.constexpr, t, remaining):
-    """Tokens `t` of one head of ``x [tokens, H, D]``, which begins `at` elements on, zero from `remaining` on."""
+    """Tokens `t` of one head of ``x [tokens, H, D]``, from element `at` on; zero from `remaining` on."""
     at += t[:, None] * (H * D) + d[None, :]
     if D % BD == 0:
         out = tl.load(x + at, mask=(t < remaining)[:, None], other=0.0)
@@ -51,7 +52,7 @@ def _load_vectors(x, at, H, d, D: tl.constexpr, BD: tl.constexpr, t, remaining):
 def _load_sums(sums, rest, row0, chunk, h, H, C: tl.constexpr, CS: tl.constexpr):
     """Running sums of gates of a chunk of `C`: at its tokens, along either axis, at its last, and before its first.
 
-    Then the same of what rounding took from them.
+    Then the same numbers of `rest`, the rounding errors.
     """
     within = chunk * C % CS  # tokens of the larger chunk before this one
     at = ((row0 + chunk * C // CS) * H + h) * CS + within
@@ -75,26 +76,26 @@ def _load_sums(sums, rest, row0, chunk, h, H, C: tl.constexpr, CS: tl.constexpr)
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HA", "HX", "SEGMENTS", "first_tile", "scale"])
 def head_decay_state_passing_kernel(
-    # One kernel makes four sums, because they are the same sum with other roles. So it has more than 25 parameters,
-    # among them the sizes and strides of each role.
+    # One kernel for four sums, because they differ only in the roles of the operands. So it has more than 25
+    # parameters, among them the sizes and strides of each role.
     a,  # [tokens, HA, D1]
     b,  # [tokens, HA, D1]
     x,  # [tokens, HX, D2]
-    beta,  # [tokens, H], how strongly a token is written
+    beta,  # [tokens, H], the strength of writes
     gamma,  # [H], a gate that is the same for every token
-    sums,  # [chunks, H, CS], running sums of other gates, as `gate_kernel` gives them
+    sums,  # [chunks, H, CS], running sums of other gates, from `gate_kernel`
     rest,  # [chunks, H, CS]
     initial,  # [SEGMENTS, N, H, D1, D2], before each segment, with the strides of states
-    partial,  # [tokens, H, D2], to be added to `out`: the sum over the tiles of `D1` before the first
+    partial,  # [tokens, H, D2], added to `out`: the sum over the tiles of `D1` before `first_tile`
     out,  # [tokens, TILES, H, D2], the sums over each tile
     states,  # [chunks, H, D1, D2]: the state before each chunk of `CS` tokens, or with `REVERSE` after it
     ends,  # [SEGMENTS, N, H, D1, D2], after each segment but the last, with the strides of states
     sum_g,  # [SEGMENTS, N, H], the sum of each segment's gates
     final,  # [N, H, D1, D2], with the strides of states
-    # What surrounds a scan, of which all is absent elsewhere: see `_recurrences/fused/ssd`.
-    skip,  # [H, E]: by what `x` is added to what is read
-    z,  # [tokens, H, D2], from token to token it is z_token elements: gates the sum, before its silu
-    do,  # [tokens, H, D2], the gradient of the gated sum: instead of `out` the following are made of it
+    # The operations around a scan of Mamba-2, absent elsewhere: see `_recurrences/fused/ssd`.
+    skip,  # [H, E], the weight with which `x` is added to the outputs
+    z,  # [tokens, H, D2], the gate of the sum, before silu; z_token elements separate its tokens
+    do,  # [tokens, H, D2], the gradient of the gated sum: with it `dy`, `dz`, `d_skip` replace `out`
     dy,  # [tokens, H, D2], the gradient of the sum
     dz,  # [tokens, H, D2]
     d_skip,  # [SEGMENTS, N, H, D2]
@@ -106,7 +107,7 @@ def head_decay_state_passing_kernel(
     HA,
     HX,
     SEGMENTS,
-    first_tile,  # of `D1`; None for 0, which takes fewer registers
+    first_tile,  # of `D1`; None for 0, which needs fewer registers
     z_token,
     D1: tl.constexpr,
     D2: tl.constexpr,
@@ -125,17 +126,17 @@ def head_decay_state_passing_kernel(
 ):
     """``S <- e^g S + beta_t b_t x_t^T``, ``out_t = scale * S^T a_t``, from chunk to chunk.
 
-    With `REVERSE` it goes backwards in time, and `beta` weighs what is read: ``S <- e^g S + b_t x_t^T``, ``out_t =
-    beta_t scale * S^T a_t``.
+    With `REVERSE` it goes backwards in time, and `beta` weights the outputs: ``S <- e^g S + b_t x_t^T``,
+    ``out_t = beta_t scale * S^T a_t``.
 
-    One program sweeps one segment of one sequence, and of its state a tile. It begins at zero if there is no `initial`,
-    and stores what is given of `out`, `states`, `ends` and `final`, and with `do` of `dy`, `dz` and `d_skip`. It goes
-    in chunks of `C` tokens, of which one or more are one of `CS`. With `FINE`, what is written to the state is
-    multiplied in two parts, which keeps more digits: the gradient of `gamma` is a sum over all tokens, most of which
-    cancels.
+    One program has one segment of one sequence, and a tile of its state. It starts at zero if `initial` is
+    absent, and stores `out`, `states`, `ends` and `final`, if given, and with `do` those of `dy`, `dz` and
+    `d_skip`. It proceeds in chunks of `C` tokens, one or more of which form a chunk of `CS`. With `FINE`, the
+    update of the state is a product in two parts, which keeps more digits: the gradient of `gamma` is a sum
+    over all tokens, whose terms nearly cancel.
 
-    The tile is held transposed, as the left factor of products, which stays in registers, and as a tuple of `BP` rows
-    each, so that the registers hold one of these at a time in the dtype of products.
+    The tile is held transposed, as the left factor of products, which stays in registers, and as a tuple of
+    parts of `BP` rows, so that the registers hold one part at a time in the dtype of products.
     """
     GATED: tl.constexpr = gamma is not None or sums is not None
     READS: tl.constexpr = out is not None or dz is not None
@@ -156,8 +157,8 @@ def head_decay_state_passing_kernel(
     chunks = tl.cdiv(hi - lo, C)
     begin, stop = find_segment(segment, SEGMENTS, chunks)
 
-    # 1. The state before the segment.
-    # Backwards, what is written has the factor `scale`. The state is kept without it; if it is 0, nothing is written.
+    # 1. The state before the segment. Backwards, the written vectors have the factor `scale`. The state is
+    # kept without it; if it is 0, nothing is written.
     unit = scale
     if REVERSE:
         unit = tl.where(scale == 0.0, 1.0, scale)
@@ -181,10 +182,10 @@ def head_decay_state_passing_kernel(
     if gamma is not None:
         rate = bounded(tl.load(gamma + h).to(tl.float32)) * LOG2_E
         between = tl.exp2(rate * tl.abs(t[None, :] - t[:, None]))
-    # With more than 128 keys to a program there are too few registers for the next chunk's sums of gates.
+    # With more than 128 keys per program there are too few registers for the next chunk's sums of gates.
     AHEAD: tl.constexpr = PARTS <= 2
     if sums is not None and AHEAD:
-        # A segment, or a sequence, without chunks loads sums that it does not use.
+        # A segment or sequence without chunks loads sums that it does not use.
         following = tl.minimum(begin, chunks - 1)
         following = tl.maximum(chunks - 1 - following if REVERSE else following, 0)
         following_sums = _load_sums(sums, rest, row0, following, h, H, C, CS)
@@ -205,7 +206,7 @@ def head_decay_state_passing_kernel(
             to_end = rate * tl.maximum(last - 1 - t, 0)
         elif sums is not None:
             if AHEAD:
-                # The next chunk's sums are on their way while this chunk is computed.
+                # The next chunk's sums are loaded while this chunk is computed.
                 sums_ = following_sums
                 following = tl.minimum(i + 1, stop - 1)
                 following = chunks - 1 - following if REVERSE else following
@@ -231,7 +232,7 @@ def head_decay_state_passing_kernel(
         at_x = (start * HX + hx) * D2 + t[None, :] * (HX * D2) + d2[:, None]
         in_out = (t < remaining)[None, :] & (d2 < D2)[:, None]
         x_ = tl.load(x + at_x, mask=in_out, other=0.0)  # [D2, tokens]
-        # These are on their way while the output is computed.
+        # Loaded while the output is computed.
         if z is not None:
             z_ = tl.load(
                 z + start * z_token + t[None, :] * z_token + h * D2 + d2[:, None], mask=in_out, other=0.0
@@ -239,11 +240,11 @@ def head_decay_state_passing_kernel(
         if do is not None:
             do_ = tl.load(do + at_x, mask=in_out, other=0.0)
 
-        # 3. The outputs: what is read from the state, and from the tokens of the chunk.
+        # 3. The outputs: the reads of the state, and of the tokens of the chunk.
         writers = ()
         if READS:
             other_chunks = tl.zeros([BD2, C], dtype=tl.float32)
-            pairs = tl.zeros([C, C], dtype=tl.float32)  # of tokens that write, and that read
+            pairs = tl.zeros([C, C], dtype=tl.float32)  # [writing tokens, reading tokens]
         at_ab = (start * HA + ha) * D1
         for part in tl.static_range(PARTS):
             d1, at, inside = _part(row1 + part * BP, d2, D1, D2, stride1, stride2, BP)
@@ -308,7 +309,7 @@ def head_decay_state_passing_kernel(
                 S_ += dot(weighted, writers[part], DOT)
             S += (S_,)
 
-    # 5. What is wanted of the segment.
+    # 5. The results of the segment.
     for part in tl.static_range(PARTS):
         _, at, inside = _part(row1 + part * BP, d2, D1, D2, stride1, stride2, BP)
         S_ = S[part] * unit if REVERSE else S[part]

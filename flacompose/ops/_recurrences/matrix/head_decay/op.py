@@ -9,9 +9,9 @@ from flacompose.ops._recurrences.matrix.head_decay.inputs import Inputs as Input
 
 
 def _of_state(inputs: Inputs) -> Inputs:
-    """The same with all decay in `g`."""
+    """The inputs with all decay in `g`."""
     g = inputs.g
-    if inputs.g_gamma is not None:  # added to every token's
+    if inputs.g_gamma is not None:  # a gate of every token
         g = inputs.g_gamma.expand(*inputs.v.shape[:3]) if g is None else g + inputs.g_gamma
     return inputs._replace(g=g, g_gamma=None)
 

@@ -1,8 +1,8 @@
-"""The recurrence as the papers write it, token by token: the specification of this family.
+"""The recurrence as the papers write it, token by token: the specification of head decay.
 
-Mamba-2's SSD, https://arxiv.org/abs/2405.21060, equation 1 and section 7.1 for its heads; with a constant decay
-per head retention (2307.08621, equation 6) and lightning attention (2405.17381), without one linear attention
-(2006.16236, equations 16 to 20).
+Mamba-2's SSD, https://arxiv.org/abs/2405.21060, equation 1 and section 7.1 for its heads; with a constant
+decay per head retention (2307.08621, equation 6) and lightning attention (2405.17381), without one linear
+attention (2006.16236, equations 16 to 20).
 """
 
 from __future__ import annotations

@@ -1,4 +1,21 @@
-"""Launches of the Triton kernels: what CUDA runs, in float32, bfloat16 and float16."""
+"""Launches of diagonal plus low rank on CUDA, in float32, bfloat16 and float16, and their table.
+
+    result                        condition                      kernel                file
+    Y, M, X and P of each chunk   always                         low_rank_product_kernel           kernels.py
+    W_a, Q, W and b_write         always                         low_rank_factor_kernel         kernels.py
+    state passing                 forwards                       sweep_kernel          delta_rule/kernels.py
+                                  backwards                      reverse_kernel        delta_rule/kernels.py
+                                  both directions, few programs  two_way_kernel        delta_rule/two_way.py
+                                  long rows                      join_kernel           delta_rule/kernels.py
+    z, gradients of pairs         gradients of vectors or gates  low_rank_product_gradient_kernel  gradients.py
+    db, dk, a part of dgk         gradients of vectors or gates  low_rank_write_gradient_kernel gradients.py
+    dq, da, dgk                   gradients of vectors or gates  low_rank_read_gradient_kernel  gradients.py
+
+With gates, all but `low_rank_product_gradient_kernel` and state passing are launched twice: first for the chunks or tiles
+whose gates are factorisable (the sums over each half of a chunk, of 32 tokens, are above -45, and for
+gradients each gate is above -8, or -4 in float32), then for the others. The kernels are the same on all
+chips.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +87,7 @@ steps = recurrent
 
 
 class _Launches(Sweeps):
-    """The launches of one call, and what they have in common."""
+    """The launches of one call; the constructor computes the factors of state passing."""
 
     def __init__(self, inputs: Inputs, backward: bool) -> None:
         super().__init__(inputs.q, inputs.v, inputs.initial_state, inputs.cu_seqlens, inputs.scale, CHUNK)
@@ -82,7 +99,6 @@ class _Launches(Sweeps):
         self.gated = inputs.gk is not None
         # Without gates, reads before and after the decay are the same.
         self.order = {"READ_BEFORE": inputs.read_before and self.gated}
-        # What all kernels of this family take.
         self.common = {**self.positions, "H": self.HV, "DOT": self.arguments["DOT"]}
         self.mild = self.per_chunk(self.HV, dtype=torch.int8) if self.gated else None
         products = self.fill_pairs()
@@ -91,7 +107,7 @@ class _Launches(Sweeps):
         self.fill_factors(products, backward)
 
     def fill_pairs(self) -> dict[str, Tensor | None]:
-        """Fill `P`, a factor of the sweeps, and the products of pairs that `low_rank_factor_kernel` takes, which it returns."""
+        """Fill `P` for state passing, and return the filled products of pairs for `low_rank_factor_kernel`."""
         P, *stored = (self.per_chunk(self.HV, self.C, self.C, dtype=self.dtype) for _ in range(4))
         self.factors["P"] = P
         products: dict[str, Tensor | None] = dict(zip(("Y", "M", "X"), stored))
@@ -112,12 +128,12 @@ class _Launches(Sweeps):
         return products
 
     def fill_factors(self, products: dict[str, Tensor | None], backward: bool) -> None:
-        """Fill the factors of the sweeps that are vectors and, for the `backward`, the vectors that gradients take."""
+        """Fill the vectors of state passing and, for the `backward`, the vectors of the gradient kernels."""
         config = factor_config(self.bfloat16)
         tiles = tile_count(self.K, config["BK"])
         made = {name: self.scratch(self.HV, self.K) for name in ("Q", "W_a", "W", "b_write")}
         self.factors |= {"q": made["Q"], "k": made["W_a"], "W": made["W"], "b": made["b_write"]}
-        # Without gates the vectors are what they are, decayed to the chunk's middle too.
+        # Without gates the vectors decayed to the chunk's middle are the vectors themselves.
         self.at_middle = {f"{name}_middle": self.vectors[name] for name in OF_KEYS}
         self.mild_gradient = None
         filled: dict[str, Tensor | None] = dict.fromkeys(self.at_middle)
@@ -148,7 +164,7 @@ class _Launches(Sweeps):
         self.free_sweep_memory()
         H, K, C = self.HV, self.K, self.C
         z = self.scratch(H, self.V)
-        parts = 2 if self.bfloat16 else 1  # of the gradients of the pairs of `a`
+        parts = 2 if self.bfloat16 else 1  # parts of the gradients of the pairs of `a`
         products = {
             "pairs": self.per_chunk(H, 2 + 2 * parts, C, C, dtype=self.dtype),
             "diagonal": self.per_chunk(H, 2, C),
@@ -205,7 +221,7 @@ class _Launches(Sweeps):
 
 
 def pair_config(bfloat16: bool, K: int) -> dict[str, int]:
-    """Block size of the contracted axis, warps, stages, and registers for three programs where one block is all."""
+    """Block size of the contracted axis, warps, stages, and registers if one block is all."""
     if not bfloat16:
         return {"BK": 32, "num_warps": 4, "num_stages": 1}
     if K <= 64:
@@ -214,7 +230,7 @@ def pair_config(bfloat16: bool, K: int) -> dict[str, int]:
 
 
 def factor_config(bfloat16: bool) -> dict[str, int]:
-    """Block size of the key axis, that of `gradient_config`, warps, stages, and registers for three programs."""
+    """Block size of the keys, as in `gradient_config`, warps, stages and registers."""
     if not bfloat16:
         return {"BK": 32, "num_warps": 4, "num_stages": 1}
     return {"BK": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 168}

@@ -1,20 +1,21 @@
-"""Chunked PyTorch for diagonal plus low rank: what every device without a Triton kernel runs.
+"""Chunked PyTorch of diagonal plus low rank, for every device without a Triton kernel.
 
     S' = diag(exp gk_t) S_{t-1}      u_t = S*^T a_t      S_t = S' + b_t u_t^T + k_t v_t^T      o_t = scale * S_t^T q_t
 
 where S* is the state that `a` reads, before its decay or after it.
 
-Given ``u``, this is linear attention with two keys a token. Within a chunk that begins with the state S, ``u`` solves a
-triangular system, ``(I - A_ab) u = a_read S + A_ak v``, where ``A_ab[t, s]`` is the product of ``a`` of token `t` and
-``b`` of ``s < t``, decayed by the gates between them, ``A_ak`` the same with the keys, and `a_read` are the vectors
-``a``, decayed by the gates since the chunk's start.
+Given ``u``, this is linear attention with two keys per token. In a chunk that begins with the state S, ``u``
+solves a triangular system, ``(I - A_ab) u = a_read S + A_ak v``, where ``A_ab[t, s]`` is the product of ``a``
+of token `t` and ``b`` of ``s < t``, decayed by the gates between them, ``A_ak`` the same with the keys, and
+`a_read` are the vectors ``a``, decayed by the gates since the chunk's start.
 
-Backwards in time ``z``, the gradient of ``u``, obeys the transposed equations, where dS is the gradient of the state
-after the chunk and the queries are scaled, ``(I - A_ab)^T z = A_qb^T do + b_write dS``.
-The state is then read by queries, with the gradient do, and by ``a``, with ``z``; it is written by ``b``, with ``u``,
-and by keys, with ``v``.
+Backwards in time ``z``, the gradient of ``u``, obeys the transposed equations, where dS is the gradient of
+the state after the chunk and the queries are scaled, ``(I - A_ab)^T z = A_qb^T do + b_write dS``. The state
+then has two reads, by queries, with the gradient do, and by ``a``, with ``z``; and two writes, by ``b``, with
+``u``, and by keys, with ``v``.
 
-As in the delta rule, all is done segment by segment, and is functional, differentiable PyTorch.
+As in the delta rule, the tokens are processed in cache blocks, and everything is functional, differentiable
+PyTorch.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _segment_gradients(
     written: tuple[Tensor, Tensor] | None,
     backwards: Sweep,
 ) -> dict[str, Tensor]:
-    """The gradients of a segment's tokens that are wanted, in chunks, by the names of the inputs."""
+    """The wanted gradients of a cache block's tokens, in chunks, by the names of the inputs."""
     wants, made = call.wants, {}
     if wants("a", "k", "v", "b", "gk", "initial_state"):
         dS, z = rule.gradients_of_states(do, backwards)
@@ -64,7 +65,8 @@ def _segment_gradients(
         made["v"] = rule.A_qk.mT @ do + rule.A_ak.mT @ z + rule.write(rule.k) @ dS
     if written is None:
         return made
-    # The state is read by queries, with the gradient do, and by `a`, with z; it is written by `b` and by keys.
+    # Two reads of the state, by queries, with the gradient do, and by `a`, with z; two writes, by `b` and by
+    # keys.
     S, u = written
     dq_read = rule.read(do @ S.mT)
     of_qb = pair_gradient(rule.q, rule.b, rule.A_qb, (do @ u.mT).tril(), rule.gate)
@@ -96,7 +98,7 @@ def _segment_gradients(
 
 
 class _Rule(Segment):
-    """The tokens of a segment in chunks, ``[B, H, 1, R, C, D]``, and what each chunk does to a state."""
+    """The tokens of a cache block in chunks, ``[B, H, 1, R, C, D]``, and the transition of each chunk."""
 
     def __init__(self, inputs: Inputs, chunks: Chunks) -> None:
         q, k, v, a, b, gk, _, _, self.scale, read_before = inputs
@@ -132,11 +134,11 @@ class _Rule(Segment):
         return x * self.gate_a.read
 
     def states(self, sweep: Sweep) -> tuple[Tensor, Tensor]:
-        """The state before each chunk, and ``u``, what `a` reads and `b` writes."""
+        """The state before each chunk, and ``u``, the reads by `a`, which `b` writes."""
         written = self.write(self.k).mT @ self.v
         return self.sweep(sweep, self.Y, self.A_ak @ self.v, self.read_a(self.a), self.write(self.b), written)
 
     def gradients_of_states(self, do: Tensor, sweep: Sweep) -> tuple[Tensor, Tensor]:
-        """The gradient of the state after each chunk, and ``z``, that of ``a_read S + A_ak v``."""
+        """The gradient of the state after each chunk, and ``z``, the gradient of ``a_read S + A_ak v``."""
         read = self.read(self.q).mT @ do
         return self.sweep(sweep, self.Y.mT, self.A_qb.mT @ do, self.write(self.b), self.read_a(self.a), read)

@@ -1,35 +1,38 @@
-"""Triton kernels for the gradients of diagonal plus low rank, from the states that the sweeps have stored.
+"""Triton kernels of the gradients of diagonal plus low rank, from the states that state passing has stored.
 
-The state is read by queries, with the gradient do, and by `a`, with the gradient ``z`` of what it reads. It is written
-by `b`, with what `a` has read, ``u``, and by keys, with the values. S is the state before a chunk, dS the gradient of
-the state after it, and ``D[t, s]`` the sum of the gates ``s + 1`` to `t`, one number for each channel. The gradient of
-a vector has a part from the state, and one from its pairs with the vectors that read what it wrote, or wrote what it
-read. `low_rank_product_gradient_kernel` makes the gradients of the products of pairs, which are the same for all channels:
+The state has two reads: by queries, with the gradient do, and by `a`, with the gradient ``z``. It has two
+writes: by `b`, of the reads ``u`` of `a`, and by keys, of the values. S is the state before a chunk, dS the
+gradient of the state after it, and ``D[t, s]`` the sum of the gates ``s + 1`` to `t`, one number for each
+channel. The gradient of a vector has a part from the state, and one from its pairs with the readers of its
+write, or with the writers of its read. `low_rank_product_gradient_kernel` computes the gradients of the products of
+pairs, which are the same for all channels:
 
     of_qb[t, s] = scale * do_t . u_s        of_qk[t, s] = scale * do_t . v_s        for s <= t
     of_ab[t, s] = z_t . u_s                 of_ak[t, s] = z_t . v_s                 for s < t
 
-`low_rank_write_gradient_kernel` joins them with the vectors that read, and `low_rank_read_gradient_kernel` with those that write:
+`low_rank_write_gradient_kernel` multiplies them by the reading vectors, and `low_rank_read_gradient_kernel` by the writing
+ones:
 
     db_s = exp(D[end, s]) dS u_s           + sum over t of exp(D[t, s]) (of_qb[t, s] q_t + of_ab[t, s] a_t)
     dq_t = scale * exp(D[t, start]) S do_t + sum over s of exp(D[t, s]) (of_qb[t, s] b_s + of_qk[t, s] k_s)
 
-and likewise for keys and for `a`, where the sums to a read by `a` end before the token's own gate, if that is read
-before the decay.
+and likewise for keys and for `a`, where the sums to a read by `a` end before the token's own gate, if `a`
+reads before the decay.
 
-The gradient of a gate is the sum of all of these terms whose exponents contain it, each multiplied by its vector. As in
-the delta rule with gates of channels, one product referred to the chunk's middle holds all pairs where the gates are
-mild, and where they are not, there is one for each level of blocks. For the former, `factor_kernel` stores the
-vectors decayed to the middle, rounded to the dtype of products. A pair that a gate does not decay is then added to the
-gate's gradient and subtracted as a product of the same rounded factors, so that it cancels.
+The gradient of a gate is the sum of all terms whose exponents contain it, each multiplied by its vector. As
+in the delta rule with gates of channels, one product relative to the chunk's middle contains all pairs if the
+gates are factorisable; if they are not, there is one product for each level of blocks. For factorisable gates
+`factor_kernel` stores the vectors decayed to the middle, rounded to the dtype of products. A pair that a gate
+does not decay is then added to the gate's gradient and subtracted as a product of the same rounded factors,
+so it cancels.
 
-Where keys are alike, `b` takes back most of what keys have written. So the gradients of the pairs of `a` are kept in
-two parts: where gates are mild both are multiplied in bfloat16, and elsewhere their sum is, in TF32. There is one part
-where products are in float32.
+Where keys are alike, `b` erases most of what keys have written. So the gradients of the pairs of `a` are kept
+in two parts: with factorisable gates both are multiplied in bfloat16, otherwise their sum is, in TF32. There
+is one part where products are in float32.
 
-With mild gates, what the kernels add up of a token and channel is the gradient of the sum of gates from the chunk's
-middle to that token. The last early token has no gate in that sum, so its row holds what all early gates get; the last
-sum contains all late gates.
+With factorisable gates, the kernels accumulate for each token and channel the gradient of the sum of gates
+from the chunk's middle to that token. The last early token has no gate in that sum, so its row holds the
+gradient that all early gates share. The last sum contains all late gates.
 """
 
 from __future__ import annotations
@@ -63,11 +66,11 @@ def low_rank_product_gradient_kernel(
     u,  # [tokens, H, V]
     v,  # [tokens, H, V]
     do,  # [tokens, H, V]
-    du,  # [tokens, H, V], what `b` reads of the state's gradient
+    du,  # [tokens, H, V], the product of `b` with the state's gradient
     z,  # [tokens, H, V]
     Y,  # [chunks, H, C, C], transposed
     X,  # [chunks, H, C, C], transposed
-    pairs,  # [chunks, H, 1 + PARTS, 2, C, C]: of q, and of a in one part or two, with b and with k; no diagonals
+    pairs,  # [chunks, H, 1 + PARTS, 2, C, C]: of q, of a in `PARTS` parts, with b and k; no diagonals
     diagonal,  # [chunks, H, 2, C]: the diagonals of `of_qb` and `of_qk`
     cu_seqlens,
     T,
@@ -78,7 +81,7 @@ def low_rank_product_gradient_kernel(
     BV: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Fills `pairs`, `diagonal` and ``z = scale * X^T do + Y^T du``, one program for each of the two that read."""
+    """Fills `pairs`, `diagonal` and ``z = scale * X^T do + Y^T du``, one program per reader."""
     scale = in_float32(scale)
     reader, row, h, lo, hi = tile_of_program(2, T, N, H, cu_seqlens, C)
     if lo >= hi:
@@ -147,27 +150,27 @@ def _of_rows(d_rows, DOT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "N", "H"])
 def low_rank_write_gradient_kernel(
-    # Each of these two kernels takes all four vectors, as they are and decayed, because what reads has pairs with all
-    # that writes. So they have more than 25 parameters.
+    # This kernel and the next take all four vectors, as given and decayed, because every reader has pairs
+    # with every writer. So they have more than 25 parameters.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     a,  # [tokens, H, K]
     b,  # [tokens, H, K]
     gk,  # [tokens, H, K]
-    q_middle,  # [tokens, H, K], from `factor_kernel`, as the following
+    q_middle,  # [tokens, H, K], from `factor_kernel`, like the next three
     k_middle,  # [tokens, H, K]
     a_middle,  # [tokens, H, K]
     b_middle,  # [tokens, H, K]
     mild,  # [chunks, H, tiles of K]
     u,  # [tokens, H, V]
     v,  # [tokens, H, V]
-    pairs,  # [chunks, H, 1 + PARTS, 2, C, C], from `low_rank_product_gradient_kernel`, as `diagonal` is
+    pairs,  # [chunks, H, 1 + PARTS, 2, C, C], from `low_rank_product_gradient_kernel`, like `diagonal`
     diagonal,  # [chunks, H, 2, C]
     states,  # [chunks, H, K, V], before each chunk
     d_states,  # [chunks, H, K, V], after it
     dk,  # [tokens, H, K]
     db,  # [tokens, H, K]
-    of_writes,  # [tokens, H, K], if the gradient of gates is wanted: the part of it for `low_rank_read_gradient_kernel`
+    of_writes,  # [tokens, H, K], if wanted: this kernel's part of the gradient of gates
     cu_seqlens,
     T,
     N,
@@ -182,8 +185,9 @@ def low_rank_write_gradient_kernel(
 ):
     """The gradients of `b` and of keys, for a chunk and a tile of channels.
 
-    It runs twice where there are gates, for the tiles whose gates are mild (`MILD`), and for the others. The latter add
-    all pairs to the gradient of gates here, and the former those in the sums of the tokens that write.
+    With gates it is launched twice: with `MILD` for the tiles whose gates are factorisable, and then for the
+    others. The second launch adds all pairs to the gradient of gates here; the first adds only the gradients
+    of sums to writes.
     """
     tiles: tl.constexpr = (K + BK - 1) // BK
     tile, row, h, lo, hi = tile_of_program(tiles, T, N, H, cu_seqlens, C)
@@ -213,13 +217,14 @@ def low_rank_write_gradient_kernel(
     d_gates = tl.zeros([C, BK], dtype=tl.float32)
     if GATES:
         d_total = tl.zeros([BK], dtype=tl.float32)
-        # Not in the loop of the product: Triton 3.6 overwrites what a product still reads where it is read twice.
+        # Not in the loop of the product: Triton 3.6 overwrites an operand that a product still reads if it is
+        # read twice.
         for v0 in range(0, V, BV):
             d2 = v0 + tl.arange(0, BV)
             S = load_state(states + rh * K * V, d, d2, K, V).to(tl.float32)
             d_total += tl.sum(S * load_state(d_states, d, d2, K, V), 0)
         d_total *= tl.exp(tl.sum(load_gates(gk + first, *at).to(tl.float32), 0))
-    # 2. What `b` and keys write, through the state after the chunk, and then through its pairs.
+    # 2. The writes of `b` and keys, through the state after the chunk, and then through pairs.
     if MILD:
         early_row = t == C // 2 - 1
         g, sums = load_sums(gk if gk is None else gk + first, i, size, d, H, K, DOT)
@@ -264,8 +269,8 @@ def low_rank_write_gradient_kernel(
             pairs += C * C
     if GATES:
         store_tile(of_writes + first, d_gates, *at)
-    # 3. No gate decays the pair of a token with itself. It joins last, here and below: it would drown the others in the
-    # gate's gradient.
+    # 3. No gate decays the pair of a token with itself. It is added last, here and below, since it would
+    # drown the others in the gate's gradient.
     q_ = load_tile(q + first, *at)
     store_tile(db + first, db_ + tl.load(diagonal + i)[:, None] * q_, *at)
     store_tile(dk + first, dk_ + tl.load(diagonal + C + i)[:, None] * q_, *at)
@@ -278,14 +283,14 @@ def low_rank_read_gradient_kernel(
     a,  # [tokens, H, K]
     b,  # [tokens, H, K]
     gk,  # [tokens, H, K]
-    q_middle,  # [tokens, H, K], from `factor_kernel`, as the following
+    q_middle,  # [tokens, H, K], from `factor_kernel`, like the next three
     k_middle,  # [tokens, H, K]
     a_middle,  # [tokens, H, K]
     b_middle,  # [tokens, H, K]
     mild,  # [chunks, H, tiles of K]
     do,  # [tokens, H, V]
     z,  # [tokens, H, V]
-    pairs,  # [chunks, H, 1 + PARTS, 2, C, C], from `low_rank_product_gradient_kernel`, as `diagonal` is
+    pairs,  # [chunks, H, 1 + PARTS, 2, C, C], from `low_rank_product_gradient_kernel`, like `diagonal`
     diagonal,  # [chunks, H, 2, C]
     states,  # [chunks, H, K, V], before each chunk
     of_writes,  # [tokens, H, K], from `low_rank_write_gradient_kernel`
@@ -305,7 +310,7 @@ def low_rank_read_gradient_kernel(
     READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """The gradients of queries, of `a` and, if `dgk` is given, of gates, as `low_rank_write_gradient_kernel` goes about it."""
+    """The gradients of queries, `a` and, if `dgk` is given, gates, launched like `low_rank_write_gradient_kernel`."""
     scale = in_float32(scale)
     tiles: tl.constexpr = (K + BK - 1) // BK
     tile, row, h, lo, hi = tile_of_program(tiles, T, N, H, cu_seqlens, C)
@@ -330,10 +335,10 @@ def low_rank_read_gradient_kernel(
     d = numbers_of_tile(tile, BK)
     at = i, size, 0, d, H, K
 
-    # 1. What queries and `a` read, through the state before the chunk.
+    # 1. The reads of queries and `a`, through the state before the chunk.
     dq_, da_ = _of_state(do + of_values, z + of_values, states, size, H, V, d, K, BV, DOT)
     dq_ *= scale
-    # 2. Through the pairs of the chunk, and the gates of all that is read.
+    # 2. The reads through the pairs of the chunk, and the gates that decay all reads.
     if MILD:
         early_row = t == C // 2 - 1
         g, sums = load_sums(gk if gk is None else gk + first, i, size, d, H, K, DOT)
@@ -374,7 +379,7 @@ def low_rank_read_gradient_kernel(
             of_a = pairs + 2 * C * C
             da_, _, _g = by_levels(a_, y, g, of_a, da_, unused, d_gates, False, READ_BEFORE, DOT, REST)
             pairs += C * C
-    # 3. What is stored, with the pair of a token with itself.
+    # 3. The results, with the pair of a token with itself.
     if dgk is not None:
         store_tile(dgk + first, d_gates + load_tile(of_writes + first, *at), *at)
     store_tile(da + first, da_, *at)

@@ -1,4 +1,4 @@
-"""What the ops of diagonal plus low rank take and return."""
+"""The signature of diagonal plus low rank: its arguments and results."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Inputs(NamedTuple):
     q: Annotated[Tensor, "B T H K", AUTOCAST]
     k: Annotated[Tensor, "B T H K", AUTOCAST]
     v: Annotated[Tensor, "B T H V", AUTOCAST]
-    a: Annotated[Tensor, "B T H K", AUTOCAST]  # reads what b writes back
+    a: Annotated[Tensor, "B T H K", AUTOCAST]  # reads the state; b writes the result
     b: Annotated[Tensor, "B T H K", AUTOCAST]
-    gk: Annotated[Tensor | None, "B T H K", GATE] = None  # a decay per token, head and channel of the key
+    gk: Annotated[Tensor | None, "B T H K", GATE] = None  # a decay per token, head and channel of the keys
     initial_state: Annotated[Tensor | None, "N H K V"] = None
     cu_seqlens: Tensor | None = None  # [N + 1]
     scale: float = 1.0

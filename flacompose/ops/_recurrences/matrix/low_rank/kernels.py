@@ -1,21 +1,23 @@
-"""Triton kernels for diagonal plus low rank that come before the sweeps: what each chunk does to a state.
+"""Triton kernels of diagonal plus low rank: the WY factors of each chunk, before state passing.
 
-Within a chunk that begins with the state S, what the vectors `a` read, ``u_t = S*^T a_t``, solves the triangular system
-``(I - A_ab) u = a_read S + A_ak v``. Here ``A_ab[t, s]`` is the product of ``a`` of token `t` and ``b`` of ``s < t``,
-decayed by the gates between them, `a_read` are the vectors ``a``, decayed by the gates since the chunk's start, and
-``b_write`` and ``k_write`` those that write, decayed by the gates up to its end. So what the chunk adds to the state
-and to the outputs is linear in S and v:
+In a chunk that begins with the state S, the reads of the vectors `a`, ``u_t = S*^T a_t``, solve the
+triangular system ``(I - A_ab) u = a_read S + A_ak v``. ``A_ab[t, s]`` is the product of ``a`` of token `t`
+and ``b`` of ``s < t``, decayed by the gates between them. `a_read` are the vectors ``a``, decayed by the
+gates since the chunk's start; ``b_write`` and ``k_write`` are the writing vectors, decayed by the gates up to
+its end. So the outputs and the update of the state are linear in S and v:
 
     Y = (I - A_ab)^-1        M = Y A_ak        X = A_qb Y                    P = scale * (A_qk + A_qb M)
     W_a = Y a_read           Q = q_read + X a_read                           W = k_write + M^T b_write
 
     u = W_a S + M v          o = scale * Q S + P v          S <- total S + b_write^T (W_a S) + W^T v
 
-`low_rank_product_kernel` makes the products of pairs of tokens, in the first row, for all chunks at once, and `low_rank_factor_kernel` what
-meets the state, in the second. The sweeps are those of the delta rule, with keys that write what is read. The backward
-takes Y and X too: the gradient of ``a_read S + A_ak v`` is ``z = Y^T (scale * A_qb^T do + b_write dS)``.
+`low_rank_product_kernel` computes the products of pairs of tokens, in the first row, for all chunks at once, and
+`low_rank_factor_kernel` the factors of the state, in the second row. State passing is that of the delta rule, with
+keys `b` that write the reads. The backward also needs Y and X: the gradient of ``a_read S + A_ak v`` is ``z =
+Y^T (scale * A_qb^T do + b_write dS)``.
 
-Where keys are alike, all of these are small differences of large terms. So Y, M and X are stored in two parts.
+Where keys are alike, all of these are small differences of large terms. So Y, M and X are stored in two
+parts.
 """
 
 from __future__ import annotations
@@ -64,9 +66,10 @@ def load_sums(gk, i, size, d, H, K: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def sums_of_reads(g, sums, of_a, READ_BEFORE: tl.constexpr):
-    """The sums of gates from the chunk's middle to each read, by `a` if `of_a` says so, and else by the query."""
+    """The sums of gates from the chunk's middle to each read: by `a` if `of_a`, otherwise by the query."""
     if READ_BEFORE:
-        # A read stops before the token's gate. This difference of sums is used where both are below `MILD_BOUND`.
+        # A read stops before the token's gate. The difference is used only where both sums are below
+        # `MILD_BOUND`.
         sums = sums - tl.where(of_a, g.to(tl.float32), 0.0)
     return sums
 
@@ -78,9 +81,9 @@ def _pairs_with(
 ):  # fmt: skip
     """`of_b` and `of_k` with the products of channels `d` of readers `x` with ``b`` and keys, and their sums' size.
 
-    Rows are tokens that write, columns tokens that read. Where keys are alike, `b` takes back nearly all that they
-    write, so vectors that write are multiplied in two parts. So are those of `a`, as a system is solved with their
-    products; a query is rounded once, wherever it is multiplied, which is as if it were another query.
+    Rows are writing tokens, columns reading tokens. Where keys are alike, `b` erases nearly all that they
+    write, so writing vectors are multiplied in two parts. So are the vectors `a`, as a system is solved with
+    their products. A query is rounded once, wherever it is multiplied: this is an error of the query alone.
     """
     at = i, size, 0, d, H, K
     g, sums = load_sums(gk, i, size, d, H, K, DOT)
@@ -100,7 +103,7 @@ def _pairs_with(
         s = i[:, None]
         t = i[None, :]
         reader = load_tile(x, *at)
-        for writer in range(2):  # a loop, so that half as much is compiled
+        for writer in range(2):  # a loop halves the code that is compiled
             of_y = exact_pairs(
                 reader, load_tile(b if writer == 0 else k, *at), g, s, t, OF_A and READ_BEFORE, DOT
             )
@@ -111,7 +114,7 @@ def _pairs_with(
 
 @triton.jit
 def _store_in_parts(x, rest, at, value):
-    """Stores float32 `value` in `x`, and what is rounded off in `rest`, if that is given."""
+    """Stores float32 `value` in `x`, and its rounding error in `rest`, if given."""
     rounded = value.to(x.dtype.element_ty)
     tl.store(x + at, rounded)
     if rest is not None:
@@ -120,7 +123,7 @@ def _store_in_parts(x, rest, at, value):
 
 @triton.jit
 def _dot_with_stored(x, rest, at, b, DOT: tl.constexpr, acc=None):
-    """``acc + x @ b`` for an `x` that was stored in parts, and float32 `b`."""
+    """``acc + x @ b`` for a stored `x` in parts, and float32 `b`."""
     high = tl.load(x + at)
     b = in_parts(b, DOT)
     return dot_in_parts((high, high if rest is None else tl.load(rest + at)), b, DOT, acc)
@@ -133,14 +136,14 @@ def low_rank_product_kernel(
     a,  # [tokens, H, K]
     b,  # [tokens, H, K]
     gk,  # [tokens, H, K]
-    P,  # [chunks, H, C, C], transposed, as are the following
+    P,  # [chunks, H, C, C], transposed, like Y, M and X
     Y,  # [chunks, H, C, C]
     M,  # [chunks, H, C, C]
     X,  # [chunks, H, C, C]
-    Y_rest,  # [chunks, H, C, C], what is rounded off of the former, if they are not in float32
+    Y_rest,  # [chunks, H, C, C], the rounding errors of Y, M and X, if they are not in float32
     M_rest,  # [chunks, H, C, C]
     X_rest,  # [chunks, H, C, C]
-    mild,  # [chunks, H]
+    mild,  # [chunks, H], whether gates are factorisable
     cu_seqlens,
     T,
     N,
@@ -154,9 +157,9 @@ def low_rank_product_kernel(
 ):
     """Fills the products of pairs of tokens.
 
-    It runs twice where there are gates, for the chunks whose gates are mild (`MILD`), which it notes, and for the
-    others: one kernel for both would need twice the registers. These are scarce, so that gates are summed again for
-    the second step.
+    With gates it is launched twice: with `MILD` for the chunks whose gates are factorisable, which it marks
+    in `mild`, and then for the others, because one kernel for both would need twice the registers. Registers
+    are scarce, so sums of gates are computed again for the second step.
     """
     scale = in_float32(scale)
     row, h, lo, hi = chunk_of_program(T, N, H, cu_seqlens, C)
@@ -178,7 +181,7 @@ def low_rank_product_kernel(
     at = rh * C * C + s * C + t
     size = size_of_chunk(lo, hi, C)
 
-    # 1. What `a` reads: A_ab, A_ak, and with them Y and M.
+    # 1. The reads by `a`: A_ab, A_ak, and with them Y and M.
     of_b = tl.zeros([C, C], dtype=tl.float32)
     of_k = tl.zeros([C, C], dtype=tl.float32)
     largest = tl.zeros([], dtype=tl.float32)
@@ -197,7 +200,7 @@ def low_rank_product_kernel(
     _store_in_parts(Y, Y_rest, at, solved)
     _store_in_parts(M, M_rest, at, of_u)
 
-    # 2. What queries read: A_qb, A_qk, and with them P and X.
+    # 2. The reads by queries: A_qb, A_qk, and with them P and X.
     of_b = tl.zeros([C, C], dtype=tl.float32)
     of_k = tl.zeros([C, C], dtype=tl.float32)
     for d0 in range(0, K, BK):
@@ -213,14 +216,14 @@ def low_rank_product_kernel(
 
 @triton.jit(do_not_specialize=["T", "N", "H"])
 def low_rank_factor_kernel(
-    # One kernel makes what the sweeps and what the gradients take, because both are the four vectors of a token,
-    # decayed alike. So it has more than 25 parameters.
+    # One kernel computes the factors of state passing and of gradients, because both are the four vectors of
+    # a token, decayed alike. So it has more than 25 parameters.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     a,  # [tokens, H, K]
     b,  # [tokens, H, K]
     gk,  # [tokens, H, K]
-    Y,  # [chunks, H, C, C], from `low_rank_product_kernel`, as the following
+    Y,  # [chunks, H, C, C], from `low_rank_product_kernel`, like the next six
     M,  # [chunks, H, C, C]
     X,  # [chunks, H, C, C]
     Y_rest,  # [chunks, H, C, C]
@@ -236,7 +239,7 @@ def low_rank_factor_kernel(
     k_middle,  # [tokens, H, K]
     a_middle,  # [tokens, H, K]
     b_middle,  # [tokens, H, K]
-    mild_gradient,  # [chunks, H, tiles of K], whether gates are mild for their gradient too
+    mild_gradient,  # [chunks, H, tiles of K], whether gates are factorisable for their gradient too
     cu_seqlens,
     T,
     N,
@@ -247,9 +250,9 @@ def low_rank_factor_kernel(
     READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Fills what meets the state and, where gates are mild, what is given of the rest, for a tile of channels.
+    """Fills the factors of the state and, with factorisable gates, the given others, for a tile.
 
-    It runs as often as `low_rank_product_kernel`.
+    It is launched as often as `low_rank_product_kernel`.
     """
     tiles: tl.constexpr = (K + BK - 1) // BK
     tile, row, h, lo, hi = tile_of_program(tiles, T, N, H, cu_seqlens, C)
@@ -272,7 +275,8 @@ def low_rank_factor_kernel(
     g, sums = load_sums(gk, i, size, d, H, K, DOT)
     MIDDLE: tl.constexpr = MILD and q_middle is not None
 
-    # 1. The decays: from the chunk's middle where gates are mild, and `early` and `late` join it to its ends.
+    # 1. The decays: from the chunk's middle where gates are factorisable; `early` and `late` extend them to
+    # the chunk's start and end.
     if MILD:
         early = tl.exp(tl.sum(tl.where(s < C // 2, g.to(tl.float32), 0.0), 0))[None, :]
         late = tl.exp(tl.sum(tl.where(s < C // 2, 0.0, g.to(tl.float32)), 0))[None, :]
@@ -280,7 +284,8 @@ def low_rank_factor_kernel(
         if gk is not None:
             tl.store(total + rh * K + d[None, :], early * late, mask=d[None, :] < K)
             if mild_gradient is not None:
-                # The sums are mild, as `low_rank_product_kernel` has found, those to reads by `a` too; each gate has to be.
+                # `low_rank_product_kernel` has found the sums, also those to reads by `a`, below the bound. For the
+                # gradient each gate must be, too.
                 is_mild = tl.max(tl.maximum(tl.abs(sums), size_of_gate(g, DOT))) < MILD_BOUND
                 tl.store(mild_gradient + rh * tiles + tile, is_mild.to(tl.int8))
     else:
@@ -291,7 +296,7 @@ def low_rank_factor_kernel(
         if mild_gradient is not None:
             tl.store(mild_gradient + rh * tiles + tile, 0)
 
-    # 2. What reads.
+    # 2. The readers.
     a_ = load_tile(a + first, *at) * of_a
     if MIDDLE:
         store_tile(a_middle + first, a_, *at)
@@ -307,7 +312,7 @@ def low_rank_factor_kernel(
         store_tile(q_middle + first, q_, *at)
     store_tile(Q + first, _dot_with_stored(X, X_rest, transposed, a_, DOT, q_) * early, *at)
 
-    # 3. What writes.
+    # 3. The writers.
     if MILD:
         of_writes = tl.exp(-sums)
     else:

@@ -2,7 +2,7 @@
 
     S' = diag(exp gk_t) S_{t-1}      S_t = S' + b_t (a_t^T S*) + k_t v_t^T      o_t = scale * S_t^T q_t
 
-``S*`` is what `a` reads: ``S_{t-1}``, or S' unless `read_before`.
+``S*`` is the state that `a` reads: ``S_{t-1}``, or S' unless `read_before`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flacompose.ops._recurrences.matrix.low_rank.inputs import Inputs as Inputs 
 
 
 def _flops(q, k, v, *_, **__) -> int:
-    """Two reads and two writes of the state a token."""
+    """Two reads and two writes of the state per token."""
     B, T, H, V = v
     return 8 * B * T * H * q[-1] * V
 

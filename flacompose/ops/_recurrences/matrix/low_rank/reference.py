@@ -1,7 +1,8 @@
-"""The recurrence as the papers write it, token by token: the specification of this family.
+"""The recurrence as the papers write it, token by token: the specification of diagonal plus low rank.
 
-RWKV7, https://arxiv.org/abs/2503.14456, equation 17, where `a` reads the state before its decay; without gates
-"identity plus low rank", with gates "diagonal plus low rank", appendix of https://arxiv.org/abs/2406.06484.
+RWKV7, https://arxiv.org/abs/2503.14456, equation 17, where `a` reads the state before its decay; without
+gates "identity plus low rank", with gates "diagonal plus low rank", appendix of
+https://arxiv.org/abs/2406.06484.
 """
 
 from __future__ import annotations

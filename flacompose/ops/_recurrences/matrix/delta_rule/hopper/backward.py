@@ -1,15 +1,17 @@
-"""The sweep backwards in time and the gradients of each chunk in one kernel, for Hopper, in Gluon.
+"""State passing backwards in time and the gradients of each chunk in one kernel, for Hopper, in Gluon.
 
-It computes what `reverse_kernel` of `kernels` and `gradient_kernel` of `hopper_gradients` do, one after the other for
-each chunk, with the same roundings. So the gradients of states are never stored, and what both read is read once.
+For each chunk it computes the results of `reverse_kernel` of `kernels` and then those of `gradient_kernel` of
+`hopper_gradients`, with the same roundings. So the gradients of states are never stored, and operands of both
+are read once.
 
-Heads of 128 have two groups of four warps: of the state's gradient each holds half of the values, and of the gradients
-of queries and keys half of the channels. No register is free, and what spills lies in the L2 cache, since shared memory
-of 217 KiB leaves next to no first-level cache. So what a product takes lies in shared memory wherever it can, the next
-chunk is asked for as soon as there is room, and no address is kept from one chunk to the next.
+Heads of 128 have two groups of four warps: each has half of the values of the state's gradient, and half of
+the channels of the gradients of queries and keys. No register is free, and spilled registers are in the L2
+cache, since shared memory of 217 KiB leaves next to no first-level cache. So operands of products are in
+shared memory wherever possible, the next chunk is copied as soon as there is room, and no address is kept
+from one chunk to the next.
 
-`dq` may be the memory of `W`, and `dv` that of `r`: all threads have waited for the copies of a chunk's `W` and `r`
-before any of them stores its gradients, and no other program reads them.
+`dq` may be the memory of `W`, and `dv` that of `r`: all threads have waited for the copies of a chunk's `W`
+and `r` before any of them stores its gradients, and no other program reads them.
 """
 
 from __future__ import annotations
@@ -132,7 +134,8 @@ def hopper_backward_kernel(
     nh = ns % N * HV + h
     HK, hk = HV // GROUP, h // GROUP
     lo, hi, row0, _, begin, stop = chunks_of_segment(ns % N, segment, SEGMENTS, T, None, C)
-    # What is counted in tokens, or in tokens of heads, fits in 32 bits: its vectors would not fit on a GPU otherwise.
+    # Numbers of tokens, and of tokens times heads, fit in 32 bits: their vectors would not fit on a GPU
+    # otherwise.
     lo, hi, row0 = lo.to(gl.int32), hi.to(gl.int32), row0.to(gl.int32)
     begin, stop = begin.to(gl.int32), stop.to(gl.int32)
 
@@ -195,13 +198,14 @@ def hopper_backward_kernel(
         now = (before - begin) % 2
         more = before < stop - 1
         next_rows = ((start - C) * HV + h).to(gl.int64) * D
-        # C, as a chunk before another one is whole, but no constant, so that `copy` keeps no offsets.
+        # Always C, since a chunk before another one is whole. It is not a constant, so that `copy` keeps no
+        # offsets.
         full = gl.minimum(hi - start + C, C)
         q_, k_ = q_s.index(now), k_s.index(now)
         W_, P_, do_ = W_s.index(here), P_s.index(here), do_s.index(here)
         r_, S_ = r_s.index(here), S_s.index(here)
         dv_, dS_, beta_, sums_ = dv_s.index(here), dS_s.index(here), beta_s.index(here), sums_s.index(here)
-        # Pairs of tokens in two parts. They take the places of W and P, which nothing reads after dv.
+        # Pairs of tokens in two parts. They overwrite W and P, which nothing reads after dv.
         pairs_ = reinterpret(W_s, gl.bfloat16, [TILES, C, C], SQUARE).index(here), P_
         weighted_ = high_s.index(here), low_s.index(here)  # the same, weighted by `beta`
         beta_t = gl.load(beta + first + each * HV, mask=each < size, other=0.0)
@@ -216,7 +220,7 @@ def hopper_backward_kernel(
         # 1. dv, and the gradient of the state before the chunk, as in `reverse_kernel`. Other products begin.
         rounded = dS.to(gl.bfloat16)
         d_v = gl.zeros([D, C], gl.float32, VALUES)
-        # In this order, which is that of Triton's compiler in `reverse_kernel`: another one would have other bits.
+        # This is the order of Triton's compiler in `reverse_kernel`: another one would change bits.
         by_state = gl.convert_layout(rounded, OF_STATE)
         d_v = warpgroup_mma(by_state, W_.permute((1, 0)), d_v, use_acc=False, is_async=True)
         d_v = warpgroup_mma(do_.permute((1, 0)), P_.permute((1, 0)), d_v, is_async=True)
@@ -243,7 +247,7 @@ def hopper_backward_kernel(
         d_e = gl.convert_layout(high, OF_VALUES), gl.convert_layout(low, OF_VALUES)
         dS = _add_product(d_e, k_, dS)
 
-        # 2. Queries read with the gradient do, as in `hopper_gradients`, and likewise below.
+        # 2. The reads of queries, with the gradient do, as in `hopper_gradients`, and likewise below.
         dS, pairs, dq_read = warpgroup_mma_wait(0, [dS, pairs, dq_read])
         diagonal = gl.sum(gl.where(is_itself, pairs, 0.0), 1) * scale
         diagonal = gl.convert_layout(diagonal, gl.SliceLayout(1, L))
@@ -267,7 +271,7 @@ def hopper_backward_kernel(
                 of_state = gl.sum(of_S * dS_.slice(tile * 32, 32).load(ROWS).to(gl.float32), 1)
                 gl.store(d_total + rh.to(gl.int64) * D + tile * 32 + channel, of_state * gl.exp2(total))
 
-        # 3. Keys read with the gradient -dv, and what they write also reaches the chunk's end.
+        # 3. The reads of keys, with the gradient -dv, and their writes, through the state after the chunk.
         pairs = warpgroup_mma_wait(4, [dv_pairs])
         pairs = _decayed(pairs, sums_, -1.0, sums is not None)
         in_chunk, dq_read = warpgroup_mma_wait(0, [in_chunk, dq_read])

@@ -1,10 +1,10 @@
-"""The kernel of gradients of `channel_kernels` for Hopper where gates are mild in blocks of 16 tokens, in Gluon.
+"""Gradients of tiles whose gates of channels are factorisable in blocks of 16 tokens, on Hopper, in Gluon.
 
-All gates from -5 to 0 are mild there, while those of a whole chunk are mild only if they are weak. Readers and keys
-have their gates up to their block's middle or from there. What the gates between two middles leave is one factor for
-each channel, and the same for all tokens of both blocks. So one product makes what all readers have from the keys of a
-block, and then each reader's block has its factor. Another product makes what all keys have from the readers of a block
-in the same way.
+All gates from -5 to 0 are factorisable in such blocks, but in a whole chunk only weak ones are. Readers and
+writing keys contain their gates up to their block's middle or from there. The decay between two middles is
+one factor per channel, the same for all tokens of both blocks. So one product contains the contributions of
+one block of keys to all readers, and each block of readers is then multiplied by its factor. In the same way
+another product contains the contributions of one block of readers to all keys.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ from flacompose.ops._tiles.hopper import (
 
 tf32_rounded = gluon.jit(gates_of_channels.tf32_rounded.fn)
 
-# The kinds of decay that the tokens of a block have in common. The first three are from the middle of block 0, 1 or 2
-# to the middle of the token's block, and the next three from there to the middle of block 1, 2 or 3. They are 1 if that
-# is no later block. The last two are from the chunk's start to the middle, and from there to the chunk's end.
+# The kinds of decay that the tokens of a block share. The first three are from the middle of block 0, 1 or 2
+# to the middle of the token's block, and the next three from there to the middle of block 1, 2 or 3. They are
+# 1 if that block is not later. The last two are from the chunk's start to the middle, and from there to the
+# chunk's end.
 TO_BLOCK = gl.constexpr(2)  # added to 1, 2 or 3
 FROM_START = gl.constexpr(6)
 TO_END = gl.constexpr(7)
@@ -66,7 +67,7 @@ KINDS = gl.constexpr(8)
 
 @gluon.constexpr_function
 def _is_decayed_by(half, kind, block):
-    """Whether the gates of a half of a block, from 0 to 7, belong to the decay of this `kind` of tokens of `block`."""
+    """Whether the gates of a half block, 0 to 7, belong to the decay of this `kind` of `block`."""
     middle = 2 * block + 1
     if kind == FROM_START.value:
         return int(half < middle)
@@ -79,22 +80,22 @@ def _is_decayed_by(half, kind, block):
 
 @gluon.jit
 def _store_roots(roots_s, halves_s):
-    """Of each kind and block the root of what the gates leave, in ``roots_s [32, D]``, for `decayed`.
+    """The root of the decay of each kind and block, in ``roots_s [32, D]``, for `decayed`.
 
-    Gradients are added up as those of vectors that gates have decayed from or to their block's middle, and so are as
-    much as exp(45) times larger or smaller than those of the inputs. Float32 loses bits of what is less than exp(-87).
-    So of vectors and gradients of size 1, it may not hold the gradients of pairs of tokens that gates weaken to less
-    than exp(-42). That shows only in a tensor whose gradients are all as weak.
+    Gradients are accumulated for vectors that gates have decayed from or to their block's middle, so they are
+    up to exp(45) times larger or smaller than those of the inputs. Float32 loses bits of numbers below
+    exp(-87). So of vectors and gradients of size 1, it may not hold the gradients of pairs of tokens that
+    gates weaken to less than exp(-42). That shows only in a tensor whose gradients are all as weak.
     """
     roots_s.store(left_by(0.5 * sums_of_halves(halves_s, _is_decayed_by, KINDS)))
 
 
 @gluon.jit
 def _store_gradients_of_halves(halves_s, sums_s, d_total):
-    """The gradients of the sums of gates of halves of blocks: of all that they decay, as `_store_roots` has it.
+    """The gradients of the sums of gates of half blocks: of all decays that contain them.
 
-    They are made of the sums over each block of the gradients of these decays, ``sums_s [32, D]``, without the kinds to
-    later blocks: what a reader and a key have between them is counted once, with the reader.
+    They follow from the sums over each block of the gradients of these decays, ``sums_s [32, D]``, without
+    the kinds to later blocks: the decay between a reader and a key is counted once, with the reader.
     """
     D: gl.constexpr = halves_s.shape[1]
     L: gl.constexpr = table(2 * BLOCKS)
@@ -118,15 +119,15 @@ def _add_sums(sums_s, x):
 
 @gluon.jit
 def _product(a, b_s, block, zeros):
-    """``a @ b`` of both parts of `a`, which is in registers, and of this block of rows of `b`, the smallest first."""
+    """``a @ b`` of both parts of `a` and of this block of rows of `b`, smallest products first."""
     OUT: gl.constexpr = zeros.type.layout
     D: gl.constexpr = b_s.shape[2]
     OF_BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, D], gl.bfloat16)
-    # Both parts cut into blocks, which lie one after the other, since a row has no more than 128 bytes.
+    # Both parts are cut into blocks, which lie one after the other, because a row has at most 128 bytes.
     blocks_s = reinterpret(b_s, gl.bfloat16, [2 * BLOCKS, BLOCK, D], OF_BLOCK)
     high_s, low_s = blocks_s.index(block), blocks_s.index(BLOCKS + block)
     high, low = left_parts(a, OUT)
-    # The product of the smaller parts, which `begin_product` leaves out, counts in gradients of gates: these are
+    # `begin_product` omits the product of the smaller parts. It counts in gradients of gates, which are
     # differences.
     out = warpgroup_mma(low, low_s, zeros, use_acc=False, is_async=True)
     return warpgroup_mma_wait(0, [begin_product((high, low), (high_s, low_s), out)])
@@ -134,7 +135,7 @@ def _product(a, b_s, block, zeros):
 
 @gluon.jit
 def _blocks(x):
-    """The columns of `x` of each block."""
+    """`x`, split into the columns of each block."""
     left, right = halves(x)
     first, second = halves(left)
     third, fourth = halves(right)
@@ -148,7 +149,7 @@ def _pairs(do_s, r_s, weight, L: gl.constexpr):
     t = gl.arange(0, C, gl.SliceLayout(1, L))[:, None]
     s = gl.arange(0, C, gl.SliceLayout(0, L))[None, :]
     zeros = gl.zeros([C, C], gl.float32, L)
-    # At transposed places both add up the same products in the same order.
+    # Both add up the same products in the same order, at transposed places.
     lower = warpgroup_mma(do_s, r_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     upper = warpgroup_mma(r_s, do_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     lower, upper = warpgroup_mma_wait(0, [lower, upper])
@@ -158,13 +159,13 @@ def _pairs(do_s, r_s, weight, L: gl.constexpr):
 
 @gluon.jit
 def _through_pairs(pairs, roots_s, x_s, writer_s, read, written, sums_s, GATES: gl.constexpr):
-    """`read` and `written` with the gradients of readers and of writers that the `pairs` of a chunk give.
+    """`read` and `written` plus the gradients of readers and writers through a chunk's `pairs`.
 
-    Both are those of vectors that gates have decayed from or to their block's middle, as those in `x_s` and `writer_s`.
-    Between a reader's block and a writer's, gates leave one factor for each channel.
+    Both are gradients of vectors that gates have decayed from or to their block's middle, like those in `x_s`
+    and `writer_s`. Between a reader's block and a writer's, the decay is one factor for each channel.
 
-    A pair that a gate does not decay is added to the gradient of the gate and subtracted. Both times it is a product of
-    the same rounded factors, without a part left out, so that it cancels.
+    A pair that a gate does not decay is added to the gradient of the gate and subtracted. Both times it is a
+    product of the same rounded factors, with all parts, so it cancels.
     """
     OUT: gl.constexpr = read.type.layout
     L: gl.constexpr = products(BLOCK)
@@ -172,17 +173,17 @@ def _through_pairs(pairs, roots_s, x_s, writer_s, read, written, sums_s, GATES: 
     s = gl.arange(0, BLOCK, gl.SliceLayout(0, L))[None, :]
     zeros = gl.zeros(read.shape, gl.float32, OUT)
     of_block, second, third, fourth = _blocks(pairs)
-    # A loop, here and over readers: the kernel takes three times as long where its instructions do not fit in their
-    # cache.
+    # Loops, here and over readers: the kernel takes three times as long if its instructions do not fit in
+    # their cache.
     for block in range(BLOCKS):
         out = _product(gl.where(s < t - block * BLOCK, of_block, 0.0), writer_s, block, zeros)
-        # Only its own tokens read from the last block. Their decay is 1 in the next kind too, of which no sum is used.
+        # Only its own tokens read the last block. Kind 3 has the decay 1 for them, and its sums are not used.
         out = decayed(out, roots_s.index(block))
         if GATES:
             _add_sums(sums_s.index(block), sum_of_parts(x_s, OUT) * out)
         read += out
         out = _product(gl.where(s > t - block * BLOCK, of_block, 0.0), x_s, block, zeros)
-        # Only its own tokens write to the first block. Their decay is 1 in the kind before.
+        # Only its own keys write for the readers of the first block. Kind 2 has the decay 1 for them.
         written += decayed(out, roots_s.index(TO_BLOCK + block))
         of_block, second, third, fourth = second, third, fourth, of_block
     return read, written
@@ -190,8 +191,8 @@ def _through_pairs(pairs, roots_s, x_s, writer_s, read, written, sums_s, GATES: 
 
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def hopper_channel_block_gradient_kernel(
-    # The parameters of `channel_kernel` in `channel_kernels`, with the same meanings, and `mild_chunks`. As there, one
-    # kernel makes all gradients, so it has more than 25 parameters.
+    # The parameters of `channel_kernel` in `channel_kernels`, with the same meanings, and `mild_chunks`. As
+    # there, one kernel computes all gradients, so it has more than 25 parameters.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     a,  # [tokens, H, K]
@@ -200,7 +201,7 @@ def hopper_channel_block_gradient_kernel(
     r,  # [tokens, HV, V]
     do,  # [tokens, HV, V]
     dv,  # [tokens, HV, V]
-    pairs,  # [chunks, HV, 2, C, C], stored for tiles that are left to Triton's kernel, as `diagonal` is
+    pairs,  # [chunks, HV, 2, C, C], stored for tiles that are left to Triton's kernel, like `diagonal`
     diagonal,  # [chunks, HV, C]
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it
@@ -209,8 +210,8 @@ def hopper_channel_block_gradient_kernel(
     da,  # [tokens, HV, K]
     dbeta,  # [tokens, tiles of K, HV], to be added up
     dgk,  # [tokens, HV, K]
-    mild_chunks,  # [chunks, HV], of which `hopper_channels` computes those that are `MILD`
-    mild,  # [chunks, HV, tiles of K]: these, and what is computed here
+    mild_chunks,  # [chunks, HV]; `hopper_channels` computes the chunks that are `MILD`
+    mild,  # [chunks, HV, tiles of K], whether `hopper_channels` or this kernel computes the tile
     cu_seqlens,
     T,
     N,
@@ -223,7 +224,7 @@ def hopper_channel_block_gradient_kernel(
 ):
     """The gradients of queries, keys, `beta` and, if given, of gates, for a chunk and a tile of channels.
 
-    Tiles whose gates are not mild in blocks are left to Triton's kernel.
+    Tiles whose gates are not factorisable in blocks are left to Triton's kernel.
     """
     scale = scale.to(gl.float32)
     tiles: gl.constexpr = K // BK
@@ -251,9 +252,9 @@ def hopper_channel_block_gradient_kernel(
     if a is not None:
         key_reader = a
     g = load_gates(gk + of_gates, HV * K, size, ROWS, C, BK)
-    # `x_s` has the gradient of the state first, and then queries and keys as they arrive. The sums of gradients take
-    # the place of the keys that write, which are read again at the end. When readers are used, the second part of
-    # `x_s` is lent to their gradient, and then to the third part of those of gates.
+    # `x_s` first holds the gradient of the state, and then queries and keys as they arrive. The sums of
+    # gradients replace the writing keys, which are read again at the end. After the readers have been used,
+    # the second part of `x_s` holds their gradient, and then the third part of the gradient of gates.
     sums_s = gl.allocate_shared_memory(gl.float32, [KINDS, BLOCKS, BK], TABLE)
     roots_s = gl.allocate_shared_memory(gl.float32, [KINDS, BLOCKS, BK], TABLE)
     x_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
@@ -275,8 +276,8 @@ def hopper_channel_block_gradient_kernel(
     beta_t = gl.load(beta + first + t * HV, mask=t < size, other=0.0).to(gl.float32)[:, None]
     zeros = gl.zeros([C, BK], gl.float32, L)
 
-    # 1. The sums of gates from each block's middle, and whether they are mild. A gate of -inf makes NaNs of sums, which
-    # a maximum ignores: its size alone leaves the tile to Triton's kernel.
+    # 1. The sums of gates from each block's middle, and whether they are factorisable. A gate of -inf makes
+    # NaNs of sums, which a maximum ignores: only its own size leaves the tile to Triton's kernel.
     PARTS: gl.constexpr = 2 if g.dtype == gl.float32 else 1
     largest = gl.max(gl.max(size_of_gate(g.to(gl.float32), gl.bfloat16), 1), 0)
     store_parts(writer_s, g.to(gl.float32), PARTS)
@@ -312,21 +313,22 @@ def hopper_channel_block_gradient_kernel(
             root = row_of(all_roots_s, kind * BLOCKS, HALVES)
             d_total *= root * root
 
-    # 2. What keys write, through the state after the chunk.
+    # 2. The writes of keys, through the state after the chunk.
     written = warpgroup_mma(r_s, dS_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     store_parts(writer_s, k_s.load(L).to(gl.float32) * beta_t * left_by(-middle))
     to_middle = left_by(middle)
     if GATES:
         all_sums_s.store(gl.zeros([KINDS * BLOCKS, BK], gl.float32, ROWS))
     written = warpgroup_mma_wait(0, [written])
-    barrier()  # a warp waits for its own part of the product, and the copy takes the place of what all parts read
+    barrier()  # a warp has waited for its own part of the product only, and the copy overwrites its operand
     copy(x_s.index(0), q + of_keys, H * K, size)
     commit_group()
     written = decayed(written, roots_s.index(TO_END))
     if GATES:
         _add_sums(sums_s.index(TO_END), sum_of_parts(writer_s, L) * written)
 
-    # 3. What queries read, and then keys, or `a`: through the state before the chunk and through its pairs.
+    # 3. The reads of queries, and then of keys, or `a`: through the state before the chunk and through its
+    # pairs.
     d_reader, d_gates, of_itself = zeros, zeros, gl.zeros_like(beta_t)
     for reader in range(2):
         arrived(0)
@@ -343,12 +345,12 @@ def hopper_channel_block_gradient_kernel(
         d_reader, written = _through_pairs(of_pairs, roots_s, x_s, writer_s, d_reader, written, sums_s, GATES)
         d_gates += d_reader * sum_of_parts(x_s, L)
         d_reader *= to_middle
-        barrier()  # a warp waits for its own products, and what all of them have read is overwritten
+        barrier()  # a warp has waited for its own products only, and their operands are overwritten
         needed_next = q
         if reader == 0:
             needed_next = key_reader
-            # No gate decays the pair of a token with itself. It joins last: it would drown the others in the gradient
-            # of the gate. The key is what is left of the writer, to 16 bits.
+            # No gate decays the pair of a token with itself. It is added last, since it would drown the
+            # others in the gate's gradient. The key is recovered from the writer, to 16 bits.
             of_itself = on_diagonal[:, None]
             of_q = d_reader + of_itself * (sum_of_parts(writer_s, L) * to_middle)
             x_s.index(1).store(of_q.to(gl.bfloat16))
@@ -361,8 +363,8 @@ def hopper_channel_block_gradient_kernel(
     copy(k_s, k + of_keys, H * K, size)
     commit_group()
     if GATES:
-        # A row of `d_gates` is the gradient of the sum of gates from its block's middle to its token. What a gate does
-        # not decay cancels between rows and halves, so all bits of rows count.
+        # A row of `d_gates` is the gradient of the sum of gates from its block's middle to its token. Terms
+        # that a gate does not decay cancel between rows and halves, so all bits of rows count.
         d_gates -= sum_of_parts(writer_s, L) * written
         store_three_parts(writer_s, x_s.index(1), d_gates)
         d_halves_s = reinterpret(roots_s, gl.float32, [KINDS // 2, 2 * BLOCKS, BK], TABLE).index(0)

@@ -1,9 +1,10 @@
-"""The kernel of pairs of `channel_kernels` for Hopper, in Gluon: of bfloat16, for heads of 64 and 128 keys.
+"""WY factors with gates of channels on Hopper, in Gluon: bfloat16, heads of 64 and 128 keys.
 
-It computes the chunks whose gates are mild in blocks of 16 tokens, as all gates from -5 to 0 are. The product of a key
-that writes and of what reads it is decayed by all gates between them. The reader, in shared memory, has those from the
-middle of its own block. The key, in registers, has the rest: those to its own block's middle, and those from there to
-the middle of the reader's block, which are other ones for each block of readers.
+The kernel computes the chunks whose gates are factorisable in blocks of 16 tokens, as all gates from -5 to 0
+are. The product of a writing key and its reader is decayed by all gates between them. The reader, in shared
+memory, contains the gates from the middle of its own block. The key, in registers, contains the others: those
+up to its own block's middle, and those from there to the middle of the reader's block, which differ for each
+block of readers.
 """
 
 from __future__ import annotations
@@ -55,24 +56,25 @@ from flacompose.ops._tiles.hopper import (
 
 bounded = gluon.jit(blocks.bounded.fn)
 
-# The kinds of sums of gates that the tokens of a block have in common. The first ones are from its middle to the middle
-# of each block of readers, or nothing if that is not a later one. The others are from the chunk's start to the block's
-# middle, from there to the chunk's end, of the whole chunk, and from the chunk's middle to the block's.
+# The kinds of sums of gates that the tokens of a block share. The first ones are from its middle to the
+# middle of each block of readers, or 0 if that block is not later. The others are from the chunk's start to
+# the block's middle, from there to the chunk's end, of the whole chunk, and from the chunk's middle to the
+# block's.
 FROM_START = gl.constexpr(BLOCKS.value)
 TO_END = gl.constexpr(BLOCKS.value + 1)
 OF_CHUNK = gl.constexpr(BLOCKS.value + 2)
 FROM_MIDDLE = gl.constexpr(BLOCKS.value + 3)
 KINDS = gl.constexpr(BLOCKS.value + 4)
-# A reader before its block's middle is multiplied by up to exp(45), and the key by as little as exp(-45) in return,
-# besides what the gates between both leave. Keys are raised by this for readers of other blocks, so that float32 can
-# hold them, and the products are lowered again. Sums of products of up to 3e20 still fit.
+# A reader before its block's middle is multiplied by up to exp(45), and the key by as little as exp(-45) in
+# return, besides the decay between both. For readers of other blocks, keys are multiplied by this number, so
+# that float32 can hold them, and the products are divided by it. Sums of products of up to 3e20 still fit.
 RAISED = gl.constexpr(2.0**60)
 ROOT_OF_RAISED = gl.constexpr(2.0**30)
 
 
 @gluon.constexpr_function
 def _sign_in_sum(half, kind, block):
-    """With which sign the gates of a half of a block, from 0 to 7, are in the sum of this `kind` of `block`."""
+    """The sign of the gates of a half block, 0 to 7, in the sum of this `kind` of `block`, or 0."""
     middle = 2 * block + 1
     if kind == FROM_START.value:
         return int(half < middle)
@@ -87,9 +89,9 @@ def _sign_in_sum(half, kind, block):
 
 @gluon.jit
 def _store_tables(tables_s, halves_s):
-    """For each kind and block the root of what the gates of the sum leave, `RAISED` to other blocks, for `decayed`.
+    """For each kind and block the root of the decay, `RAISED` for readers of other blocks.
 
-    For `OF_CHUNK` it is all that they leave, and for `FROM_MIDDLE` the sum itself.
+    For `OF_CHUNK` it is the whole decay, and for `FROM_MIDDLE` the sum of gates.
     """
     sums = sums_of_halves(halves_s, _sign_in_sum, KINDS)
     row = gl.arange(0, KINDS * BLOCKS, gl.SliceLayout(1, sums.type.layout))[:, None]
@@ -102,14 +104,14 @@ def _store_tables(tables_s, halves_s):
 
 @gluon.jit
 def _from_chunk_middle(middle, tables_s):
-    """The sums of gates from the chunk's middle, of those from the middles of blocks, cut into blocks."""
+    """The sums of gates from the chunk's middle, cut into blocks, from those about the middles of blocks."""
     of_blocks = per_block(middle, BLOCK)
     return of_blocks + tables_s.index(FROM_MIDDLE).load(gl.SliceLayout(1, of_blocks.type.layout))[:, None, :]
 
 
 @gluon.jit
 def _product(keys, readers_s, first: gl.constexpr, block: gl.constexpr, zeros):
-    """Begin the product of keys with the readers of a block, whose parts are the `first` and the next."""
+    """Begin the product of keys with a block's readers, whose parts are `first` and `first` + 1."""
     high_s = readers_s.index(first).slice(block * BLOCK, BLOCK).permute((1, 0))
     low_s = readers_s.index(first + 1).slice(block * BLOCK, BLOCK).permute((1, 0))
     return begin_product(keys, (high_s, low_s), zeros)
@@ -117,9 +119,9 @@ def _product(keys, readers_s, first: gl.constexpr, block: gl.constexpr, zeros):
 
 @gluon.jit
 def _pairs(writer, tables_s, readers_s, block: gl.constexpr):
-    """The products of all keys with the queries and with the keys that read of one block.
+    """The products of all keys with the queries and with the reading keys of one block.
 
-    Those of keys that come after the reader mean nothing, and may be infinite.
+    Products of keys later than the reader are meaningless, and may be infinite.
     """
     OUT: gl.constexpr = products(BLOCK)
     zeros = gl.zeros([writer.shape[0], BLOCK], gl.float32, OUT)
@@ -134,7 +136,7 @@ def _pairs(writer, tables_s, readers_s, block: gl.constexpr):
 
 @gluon.jit
 def _all_pairs(writer, tables_s, readers_s):
-    """The products of all keys with all queries and all keys that read, ``[s, t]``."""
+    """The products of all keys with all queries and all reading keys, ``[s, t]``."""
     of_q_0, of_a_0 = _pairs(writer, tables_s, readers_s, 0)
     of_q_1, of_a_1 = _pairs(writer, tables_s, readers_s, 1)
     of_q_2, of_a_2 = _pairs(writer, tables_s, readers_s, 2)
@@ -145,7 +147,7 @@ def _all_pairs(writer, tables_s, readers_s):
 
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def hopper_channel_factor_kernel(
-    # The parameters of the kernel of this name in `channel_kernels`, with the same meanings but for `mild`.
+    # The parameters of the kernel of this name in `channel_kernels`, with the same meanings except `mild`.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     a,  # [tokens, H, K]
@@ -166,10 +168,9 @@ def hopper_channel_factor_kernel(
     HV,
     K: gl.constexpr,
 ):
-    """Fills `W`, `P`, `q_read`, `k_read`, `total` and, if given, `Y`, of chunks whose gates are mild in blocks.
+    """Fills `W`, `P`, `q_read`, `k_read`, `total` and `Y`, if given, of chunks factorisable in blocks.
 
-    It notes of each chunk whether its gates are mild, mild in blocks alone, or neither, and leaves the last to Triton's
-    kernel.
+    It marks each chunk in `mild`, and leaves those that are not factorisable in blocks to Triton's kernel.
     """
     of_group, row, hk, lo, hi = tile_of_program(HV // H, T, N, H, cu_seqlens, C)
     h = hk * (HV // H) + of_group
@@ -184,12 +185,12 @@ def hopper_channel_factor_kernel(
     ROWS: gl.constexpr = rows_of(K, gl.num_warps())
     OF_K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
     OF_PAIRS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
-    # A gate of -inf may be in no sum from a block's middle, and still decay what other blocks have.
+    # A gate of -inf may be in no sum from a block's middle, but still decays the reads of other blocks.
     g = bounded(load_gates(gk + of_gates, HV * K, size, ROWS, C, K))
     qk_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], OF_K)
     q_s, k_s = qk_s.index(0), qk_s.index(1)
-    # Both parts of queries, and of keys that read. Before them, gates are here and the sums of halves of blocks, and
-    # after the pairs what follows.
+    # Both parts of queries, and of reading keys. The same memory first holds gates and their sums over half
+    # blocks, and after the products of pairs the operands of the later steps.
     readers_s = gl.allocate_shared_memory(gl.bfloat16, [4, C, K], OF_K)
     tables_s = gl.allocate_shared_memory(gl.float32, [KINDS, BLOCKS, K], TABLE)
     copy(k_s, k + of_keys, H * K, size)
@@ -198,7 +199,7 @@ def hopper_channel_factor_kernel(
     s = gl.arange(0, C, gl.SliceLayout(1, L))[:, None]
     t = gl.arange(0, C, gl.SliceLayout(0, L))[None, :]
 
-    # 1. The sums of gates, and whether they are mild.
+    # 1. The sums of gates, and whether they are factorisable.
     PARTS: gl.constexpr = 2 if g.dtype == gl.float32 else 1
     store_parts(readers_s, g.to(gl.float32), PARTS)
     make_visible()
@@ -224,9 +225,10 @@ def hopper_channel_factor_kernel(
     of_sums = gl.max(gl.max(gl.max(gl.abs(_from_chunk_middle(middle, tables_s)), 2), 1), 0)
     gl.store(mild + rh, gl.where(gl.maximum(of_gate, of_sums) < MILD_BOUND, MILD, MILD_IN_BLOCKS).to(gl.int8))
 
-    # 2. What reads, from its block's middle and from the chunk's start. And what writes, up to its block's middle.
+    # 2. The readers, decayed from their block's middle and from the chunk's start; and the writers, up to
+    # their block's middle.
     arrived(0)
-    # A loop, because all instructions of this kernel have to fit in their cache.
+    # A loop, because all instructions of this kernel have to fit in the instruction cache.
     for reader in range(2):
         to = q_read
         if reader == 1:
@@ -247,9 +249,9 @@ def hopper_channel_factor_kernel(
     writer = k_s.load(L).to(gl.float32) * left_by(-middle)
     make_visible()
 
-    # 3. The products of pairs of tokens. Rows are tokens that write, columns tokens that read.
+    # 3. The products of pairs of tokens. Rows are writing tokens, columns reading tokens.
     of_q, of_k = _all_pairs(writer, tables_s, readers_s)
-    barrier()  # a warp waits for its own products, and what all of them have read is overwritten
+    barrier()  # a warp has waited for its own products only, and their operands are overwritten
     store_parts(readers_s, decayed(writer, tables_s.index(TO_END)))
     PAIRS: gl.constexpr = products(C)
     s = gl.arange(0, C, gl.SliceLayout(1, PAIRS))

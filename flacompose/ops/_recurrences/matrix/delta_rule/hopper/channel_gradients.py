@@ -1,8 +1,9 @@
-"""The kernel of gradients of `channel_kernels` for Hopper, in Gluon: of bfloat16, for heads of 64 and 128.
+"""Gradients of chunks with factorisable gates of channels on Hopper, in Gluon: bfloat16, heads of 64 and 128.
 
-It computes the chunks whose gates are mild, as `channel_pair_kernel` has noted, and the gradients of pairs with them.
-`hopper_channel_blocks` is for the others. A product of two float32 factors is one of bfloat16 parts: for one in TF32,
-the contracted axis would have to be the last of both in shared memory.
+The kernel computes the chunks that `channel_pair_kernel` has marked as `MILD`, including the gradients of
+pairs. `hopper_channel_blocks` computes the other chunks. A product of two float32 factors is one of bfloat16
+parts, because a product in TF32 requires the contracted axis to be the last of both operands in shared
+memory.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from_middle = gluon.jit(gates_of_channels.from_middle.fn)
 
 @gluon.jit
 def _products(a_s, b_s, out, ACROSS: gl.constexpr):
-    """Begin ``out + a @ b``, with ``a^T`` if `ACROSS`, of both parts of `a` and of `b`, the smallest products first."""
+    """Begin ``out + a @ b``, with ``a^T`` if `ACROSS`, of both parts, smallest products first."""
     for part in gl.static_range(2):
         a = a_s.index(1 - part)
         if ACROSS:
@@ -71,7 +72,7 @@ def _read(do_s, r_s, S_s, zeros):
 
 @gluon.jit
 def _sum_over_tokens(x, ROWS: gl.constexpr):
-    """The sum of the rows of `x`, over those of a warp first: `gl.sum` of all needs more registers."""
+    """The sum of the rows of `x`, first over the rows of each warp: `gl.sum` of all needs more registers."""
     of_warps = gl.sum(x.reshape([4, x.shape[0] // 4, x.shape[1]]), 1)
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     of_warps_s = gl.allocate_shared_memory(gl.float32, [4, x.shape[1]], layout, of_warps)
@@ -80,12 +81,13 @@ def _sum_over_tokens(x, ROWS: gl.constexpr):
 
 @gluon.jit
 def _reader(x, do_s, r_s, S_s, weight, from_start, x_s, pairs_s, writer_s, written):
-    """The gradient of readers `x` that meet the gradient `do`, and that of writers with it, from the chunk's middle.
+    """The gradients of readers `x`, with the gradient `do`, and of writers, from the chunk's middle.
 
-    Also the diagonal of the pairs, the gradient times `x`, and the sum over tokens of its part from the state.
+    Also the diagonal of the pairs, the readers' gradient times `x`, and the sum over tokens of its part from
+    the state.
 
-    A pair that a gate does not decay is added to its gradient and subtracted. Both times it is a product of the same
-    rounded factors, without a part left out, so that it cancels.
+    A pair that a gate does not decay is added to its gradient and subtracted. Both times it is a product of
+    the same rounded factors, with all parts, so it cancels.
     """
     L: gl.constexpr = x.type.layout
     t = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))[:, None]
@@ -109,8 +111,8 @@ def _reader(x, do_s, r_s, S_s, weight, from_start, x_s, pairs_s, writer_s, writt
 def store_gradients_of_keys(written, d_reader, k_s, beta_t, dbeta, dk, da, first, stride, size):
     """Store the gradients of `beta`, of keys and, at `da`, of `a`. Without `da` keys also read, and both are added.
 
-    `written` is the gradient of each key times its `beta`, and `d_reader` is that of what reads. `dbeta` has an address
-    for each token.
+    `written` is the gradient of each key times its `beta`, and `d_reader` the gradient of the readers.
+    `dbeta` has an address for each token.
     """
     L: gl.constexpr = written.type.layout
     t = gl.arange(0, written.shape[0], gl.SliceLayout(1, L))
@@ -125,7 +127,8 @@ def store_gradients_of_keys(written, d_reader, k_s, beta_t, dbeta, dk, da, first
 
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def hopper_channel_gradient_kernel(
-    # The parameters of the kernel of this name in `channel_kernels`, with the same meanings, and `mild_chunks`.
+    # The parameters of the kernel of this name in `channel_kernels`, with the same meanings, and
+    # `mild_chunks`.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     a,  # [tokens, H, K]
@@ -141,7 +144,7 @@ def hopper_channel_gradient_kernel(
     da,  # [tokens, HV, K]
     dbeta,  # [tokens, tiles of K, HV], to be added up
     dgk,  # [tokens, HV, K]
-    mild_chunks,  # [chunks, HV], where `channel_pair_kernel` has noted which are mild
+    mild_chunks,  # [chunks, HV], the marks from `channel_pair_kernel`
     cu_seqlens,
     T,
     N,
@@ -152,7 +155,7 @@ def hopper_channel_gradient_kernel(
     V: gl.constexpr,
     BK: gl.constexpr,
 ):
-    """The gradients of queries, keys, `beta` and, if given, of gates, for a mild chunk and a tile of channels."""
+    """The gradients of queries, keys, `beta` and gates, for a factorisable chunk and a tile of channels."""
     C: gl.constexpr = gates_of_channels.C
     scale = scale.to(gl.float32)
     tiles: gl.constexpr = K // BK
@@ -175,7 +178,7 @@ def hopper_channel_gradient_kernel(
     OF_K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], gl.bfloat16)
     OF_GATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], gl.float32)
     g = load_gates(gk + of_gates, HV * K, size, ROWS, C, BK)
-    # Buffers of two parts are lent to what is needed before them.
+    # The buffers of two-part operands first hold tensors that are needed before those operands exist.
     qk_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
     x_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
     of_q_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
@@ -205,12 +208,12 @@ def hopper_channel_gradient_kernel(
     middle, from_start, to_end, is_early = _sums_of_gates(g, writer_s, L)
     arrived(1)
     if dgk is not None:
-        # All gates decay the state before the chunk. All early ones lie before what is read of it as well, and all
-        # late ones after what is written to that after the chunk.
+        # All gates decay the state before the chunk. All early gates also decay its reads, and all late gates
+        # the writes to the state after the chunk.
         of_early = gl.sum(S_s.load(ROWS_OF_V).to(gl.float32) * dS_s.load(ROWS_OF_V).to(gl.float32), 1)
         of_early = gl.convert_layout(of_early, gl.SliceLayout(0, ROWS)) * from_start * to_end
 
-    # 2. What keys write, through the state after the chunk.
+    # 2. The writes of keys, through the state after the chunk.
     written = warpgroup_mma(r_s, dS_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     store_parts(writer_s, k_s.load(L).to(gl.float32) * beta_t * left_by(-middle))
     to_middle = left_by(middle)
@@ -219,7 +222,7 @@ def hopper_channel_gradient_kernel(
         of_late = of_early + _sum_over_tokens(sum_of_parts(writer_s, L) * written, ROWS)
     arrived(0)
 
-    # 3. What queries read, through the state before the chunk and through its pairs.
+    # 3. The reads of queries, through the state before the chunk and through its pairs.
     x = q_s.load(L).to(gl.float32) * to_middle
     d_reader, written, on_diagonal, d_gates, by_state = _reader(
         x, do_s, r_s, S_s, scale, from_start, x_s, of_q_s, writer_s, written
@@ -227,7 +230,8 @@ def hopper_channel_gradient_kernel(
     if a is not None:
         copy(x_s.index(0), a + of_keys, H * K, size)
         commit_group()
-    # No gate decays the pair of a token with itself. It joins last: it would drown the others in the gate's gradient.
+    # No gate decays the pair of a token with itself. It is added last, since it would drown the others in the
+    # gate's gradient.
     d_reader = d_reader * to_middle + on_diagonal * beta_t * k_s.load(L).to(gl.float32)
     of_q_s.index(0).store(d_reader.to(gl.bfloat16))
     store(dq + of_gates, of_q_s.index(0).load(ROWS), HV * K, size)
@@ -236,7 +240,7 @@ def hopper_channel_gradient_kernel(
         d_gates_s = reinterpret(of_q_s, gl.float32, [C, BK], OF_GATES)
         d_gates_s.store(d_gates)  # registers are scarce
 
-    # 4. What keys, or `a`, read.
+    # 4. The reads of keys, or of `a`.
     if a is not None:
         arrived(0)
         x = x_s.index(0).load(L).to(gl.float32) * to_middle
@@ -249,8 +253,8 @@ def hopper_channel_gradient_kernel(
 
     # 5. The gradients of gates, `beta` and keys.
     if dgk is not None:
-        # A row of `d_gates` is the gradient of the sum of gates from the middle to its token. What a gate does not
-        # decay cancels between rows and `of_early` or `of_late`, so all bits of rows count.
+        # A row of `d_gates` is the gradient of the sum of gates from the middle to its token. Terms that a
+        # gate does not decay cancel between rows and `of_early` or `of_late`, so all bits of rows count.
         d_gates += d_gates_s.load(L) - sum_of_parts(writer_s, L) * written
         rest_s = of_k_s.index(0)
         store_three_parts(x_s, rest_s, d_gates)

@@ -1,7 +1,7 @@
-"""Gates of channels in kernels of Gluon: of a chunk, and what the tokens of a block of 16 have in common.
+"""Gates of channels in Gluon kernels: the gates of a chunk, and the decays that a block of 16 tokens shares.
 
-A warp has the rows of one block. So sums over a block stay in a warp, and what is different for each block is a row of
-a table in shared memory.
+A warp has the rows of one block. So sums over a block stay in a warp, and numbers that differ between blocks
+are rows of a table in shared memory.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from flacompose.ops._recurrences.matrix.gates_of_heads import LOG2_E
 from_block_middle = gluon.jit(gates_of_channels.from_block_middle.fn)
 size_of_gate = gluon.jit(gates_of_channels.size_of_gate.fn)
 
-# What the kernel of pairs notes of a chunk: that its gates are mild, or that they are mild in blocks alone. If it
-# leaves the chunk to Triton's kernel of pairs, it notes 0.
+# The marks of chunks that `channel_pair_kernel` of `hopper_channel_pairs` writes: gates are factorisable
+# about the chunk's middle, or only about the middles of blocks. 0 leaves a chunk to Triton's kernel.
 MILD = gl.constexpr(1)
 MILD_IN_BLOCKS = gl.constexpr(2)
 
@@ -27,13 +27,13 @@ TABLE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 @gluon.jit
 def left_by(sums):
-    """What gates with these sums leave, their exponential: two instructions, where `gl.exp` takes five."""
+    """The decay by gates with these sums, their exponential: two instructions, where `gl.exp` takes five."""
     return gl.exp2(LOG2_E * sums)
 
 
 @gluon.jit
 def load_gates(gk, stride, size, ROWS: gl.constexpr, C: gl.constexpr, BK: gl.constexpr):
-    """The gates of a tile as they are given, ``[C, BK]``, and 0 from row `size` on."""
+    """The given gates of a tile, ``[C, BK]``, and 0 from row `size` on."""
     i = gl.arange(0, C, gl.SliceLayout(1, ROWS))[:, None]
     d = gl.arange(0, BK, gl.SliceLayout(0, ROWS))[None, :]
     return gl.load(gk + i * stride + d, mask=(i < size) & (d < BK), other=0.0)
@@ -41,7 +41,7 @@ def load_gates(gk, stride, size, ROWS: gl.constexpr, C: gl.constexpr, BK: gl.con
 
 @gluon.constexpr_function
 def table(rows):
-    """How threads share out a table: each has all rows of its channels."""
+    """The layout of a table: each thread has all rows of its channels."""
     return gl.BlockedLayout([rows, 1], [1, 32], [1, 4], [0, 1])
 
 
@@ -60,7 +60,7 @@ def with_row(x, i: gl.constexpr, row):
 
 @gluon.jit
 def sums_of_halves(halves_s, sign: gl.constexpr, KINDS: gl.constexpr):
-    """For each kind and block a sum of gates, from those of halves of blocks, which have a `sign` in it."""
+    """For each kind and block a sum of gates, from the sums of half blocks, weighted by their `sign`."""
     D: gl.constexpr = halves_s.shape[1]
     L: gl.constexpr = table(KINDS * BLOCKS)
     rows = gl.zeros([KINDS * BLOCKS, D], gl.float32, L)
@@ -82,10 +82,10 @@ def per_block(x, tokens: gl.constexpr):
 
 @gluon.jit
 def decayed(x, roots_s):
-    """`x`, each block of its tokens times what gates leave, whose root is in its row of ``roots_s [BLOCKS, D]``.
+    """`x`, each block of its tokens times a decay, whose root is in ``roots_s [BLOCKS, D]``.
 
-    What they leave may be less than float32 can hold where `x` times it is not: gates up to a block's middle, or from
-    there, may have made `x` exp(45) times as large as the vectors that were given.
+    The decay may be too small for float32 although its product with `x` is not: gates up to a block's middle,
+    or from there, may have made `x` exp(45) times as large as the given vectors.
     """
     of_blocks = per_block(x, BLOCK)
     roots = roots_s.load(gl.SliceLayout(1, of_blocks.type.layout))[:, None, :]

@@ -1,8 +1,9 @@
-"""The kernels of pairs for Hopper, in Gluon: of bfloat16, for heads of 64 and 128 keys.
+"""WY factors with gates of heads on Hopper, in Gluon: bfloat16, heads of 64 and 128 keys.
 
-They invert ``I + U``, with `U` above the diagonal, from small blocks to large ones, as `inverse` of `kernels` does. But
-blocks of 16 tokens are solved by substitution, and those of 32 made of them, both in float32: a thread has columns of
-the inverse in its registers, and reads the rest from shared memory. Only then come products in parts on tensor cores.
+The kernels invert ``I + U``, with `U` above the diagonal, from small blocks to large ones, like `inverse` of
+`kernels`. But blocks of 16 tokens are solved by substitution, and combined to blocks of 32, both in float32:
+a thread has columns of the inverse in its registers, and reads the other operands from shared memory. Only
+the last step uses products in parts on tensor cores.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from flacompose.ops._tiles.hopper import (
 sums_before = gluon.jit(gates_of_heads.sums_before.fn)
 
 B = gl.constexpr(16)  # tokens of a block that is solved by substitution
-ROWS = gl.constexpr(16)  # of a column of its inverse, which one thread has
+ROWS = gl.constexpr(16)  # rows of a column of its inverse that one thread has
 
 
 @gluon.constexpr_function
 def products(width):
-    """Results of tensor cores, 64 rows of `width` numbers."""
+    """The layout of results of tensor cores, 64 rows of `width` numbers."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
 
 
@@ -71,7 +72,7 @@ def halves(x):
 
 @gluon.jit
 def joined(left, right):
-    """What `halves` takes apart."""
+    """The inverse of `halves`."""
     C: gl.constexpr = left.shape[0]
     D: gl.constexpr = left.shape[1] * 2
     x = gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [C, D])
@@ -80,20 +81,20 @@ def joined(left, right):
 
 @gluon.jit
 def _in_second(x):
-    """Of blocks on the diagonal with the width of `x`, whether they are the second of two in a larger one."""
+    """Whether each row is in the second of two diagonal blocks, as wide as `x`, of a larger block."""
     s = gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))[:, None]
     return (s // x.shape[1]) % 2 == 1
 
 
 @gluon.jit
 def rows(x, first: gl.constexpr, count: gl.constexpr):
-    """Some rows of both parts that `store_parts` has stored."""
+    """Rows of both parts that `store_parts` has stored."""
     return x.index(0).slice(first, count), x.index(1).slice(first, count)
 
 
 @gluon.jit
 def left_parts(x, OUT: gl.constexpr):
-    """Both parts of float32 `x`, as products with the layout `OUT` take them on the left."""
+    """Both parts of float32 `x`, in the layout of left operands of products with the layout `OUT`."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     high, low = parts(x)
     return gl.convert_layout(high, LEFT), gl.convert_layout(low, LEFT)
@@ -101,9 +102,9 @@ def left_parts(x, OUT: gl.constexpr):
 
 @gluon.jit
 def begin_product(x, y, acc):
-    """Begin ``acc + x @ y`` for `x` from `left_parts`, and `y` in shared memory, a pair of parts, or one alone.
+    """Begin ``acc + x @ y`` for `x` from `left_parts`, and `y` in shared memory, two parts or one.
 
-    The product of both smaller parts is left out.
+    The product of both smaller parts is omitted.
     """
     high, low = x
     acc = warpgroup_mma(low, y[0], acc, is_async=True)
@@ -114,19 +115,19 @@ def begin_product(x, y, acc):
 
 @gluon.jit
 def multiply(x, y, acc):
-    """``acc + x @ y`` for float32 `x`, in two parts, and `y` as `begin_product` takes it."""
+    """``acc + x @ y`` for float32 `x`, in two parts, and `y` as in `begin_product`."""
     OUT: gl.constexpr = acc.type.layout
     return warpgroup_mma_wait(0, [begin_product(left_parts(x, OUT), y, acc)])
 
 
 @gluon.jit
 def inverse(upper):
-    """``(I + upper)^-1``, where `upper` is zero but above the diagonal."""
+    """``(I + upper)^-1``, where `upper` is zero on and below the diagonal."""
     C: gl.constexpr = upper.shape[0]
     D: gl.constexpr = C // 2
     HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, D], gl.bfloat16)
     BLOCKS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
-    # 1. Blocks of 16 tokens, `own`, and what is `beside` them in blocks of 32.
+    # 1. Blocks of 16 tokens, `own`, and the blocks `beside` them in blocks of 32.
     left, right = halves(upper)
     beyond = gl.allocate_shared_memory(gl.bfloat16, [2, C, D], HALF)
     store_parts(beyond, right)
@@ -163,7 +164,7 @@ def inverse(upper):
 
 @gluon.jit
 def _store_growth(growth, of_k, beta_s, total):
-    """Of a chunk, from the products of its keys: the bound of what it multiplies a state by."""
+    """Stores the log-norm bound of a chunk's transition matrix, from the products of its keys."""
     C: gl.constexpr = of_k.shape[0]
     s = gl.arange(0, C, gl.SliceLayout(1, of_k.type.layout))[:, None]
     t = gl.arange(0, C, gl.SliceLayout(0, of_k.type.layout))[None, :]
@@ -224,7 +225,7 @@ def hopper_head_factor_kernel(
         total = gl.load(sums + C - 1)
     zeros = gl.zeros([C, C], gl.float32, L)
 
-    # 1. The products of pairs of tokens. Rows are tokens that write, columns tokens that read.
+    # 1. The products of pairs of tokens. Rows are writing tokens, columns reading tokens.
     arrived(1)
     of_k = warpgroup_mma(k_s, a_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     arrived(0)
@@ -252,7 +253,7 @@ def hopper_head_factor_kernel(
     at = rh * C * C
     if Y is not None:
         gl.store(Y + at + s[:, None] * C + t[None, :], solved)
-    # Late, so that they do not wait in registers.
+    # Loaded late, so that they do not occupy registers before.
     weights_t = gl.load(beta + first + t * HV, mask=t < size, other=0.0).to(gl.float32)
     if sums is not None:
         weights_t *= gl.exp2(total - gl.load(sums + t))
@@ -278,9 +279,9 @@ def hopper_inverse_kernel(
     K: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Fills `Y` and, if given, `growth`, for a sweep that makes the rest itself.
+    """Fills `Y` and, if given, `growth`, for `sweep_kernel` of `hopper_sweep`.
 
-    `Y` is in two parts. The larger ones are where it is not zero, and the smaller ones, transposed, where it is.
+    `Y` has two parts: the larger ones on and above the diagonal, and the smaller ones, transposed, below it.
     """
     of_group, row, hk, lo, hi = tile_of_program(HV // H, T, N, H, cu_seqlens, C)
     h = hk * (HV // H) + of_group

@@ -1,4 +1,4 @@
-"""The kernel of `gradients` for Hopper, in Gluon: of bfloat16, for heads of 64 and 128 keys and values."""
+"""The gradients of `gradients` on Hopper, in Gluon: bfloat16, heads of 64 and 128 keys and values."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ sums_before = gluon.jit(gates_of_heads.sums_before.fn)
 def _decayed(pairs, sums, scale, BEFORE: gl.constexpr):
     """The `pairs` of a token, in columns, and a later one, in rows, times `scale` and the decay between them.
 
-    All other pairs are zero. They may have overflowed, so they are replaced, not multiplied by zero. If the later token
-    reads `BEFORE` its own gate, no gate decays a pair of neighbours, and these are zero too.
+    All other pairs are zero. They may have overflowed, so they are replaced, not multiplied by zero. If the
+    later token reads `BEFORE` its own gate, no gate decays a pair of neighbours, and such pairs are zero too.
     """
     L: gl.constexpr = pairs.type.layout
     t = gl.arange(0, pairs.shape[0], gl.SliceLayout(1, L))
@@ -45,7 +45,7 @@ def _decayed(pairs, sums, scale, BEFORE: gl.constexpr):
 
 @gluon.jit
 def _of_next(x, L: gl.constexpr):
-    """As `of_next` of `gradients`."""
+    """`of_next` of `gradients`."""
     t = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))
     s = gl.arange(0, x.shape[0], gl.SliceLayout(0, L))
     x = gl.convert_layout(x, gl.SliceLayout(0, L))
@@ -54,7 +54,7 @@ def _of_next(x, L: gl.constexpr):
 
 @gluon.jit
 def _through_pairs(pairs, beta, pairs_s, reader_s, k_s, read, written):
-    """What the `pairs` of tokens add to the gradients of what reads, and of what writes.
+    """`read` and `written` with the contributions of `pairs` to the gradients of readers and of writers.
 
     They are ``pairs diag(beta) k`` and ``pairs^T reader``.
     """
@@ -86,7 +86,7 @@ def hopper_head_gradient_kernel(
     dk,  # [tokens, H, K]
     da,  # [tokens, H, K]
     dbeta,  # [tokens, tiles of K, HV], to be added up
-    d_sums,  # [chunks, 3 * tiles of K, HV, C], for `gate_gradient_kernel` of head decay, as the following
+    d_sums,  # [chunks, 3 * tiles of K, HV, C], for `gate_gradient_kernel`, like `d_total`
     d_total,  # [chunks, HV, K]
     cu_seqlens,
     T,
@@ -102,10 +102,10 @@ def hopper_head_gradient_kernel(
     READ_BEFORE: gl.constexpr,
     ADDS: gl.constexpr,
 ):
-    """The gradients of queries, keys, `beta` and sums of gates, for a chunk, a tile of the key axis and a head of keys.
+    """The gradients of queries, keys, `beta` and sums of gates, for a chunk, a tile and a head of keys.
 
-    Of the heads of values that share these keys, a launch takes the one of number `of_group`. With `ADDS` its gradients
-    of queries, keys and `a` are added to those of the heads before it.
+    A launch processes one of the heads of values that share these keys, the one of number `of_group`. With
+    `ADDS` its gradients of queries, keys and `a` are added to those of the heads before it.
     """
     scale = scale.to(gl.float32)
     tiles: gl.constexpr = K // BK
@@ -152,13 +152,13 @@ def hopper_head_gradient_kernel(
         total = gl.load(of_chunk + C - 1)
         from_start = gl.exp2(sum_t)[:, None]
 
-    # 1. Queries read with the gradient do.
+    # 1. The reads of queries, with the gradient do.
     arrived(2)
     pairs = warpgroup_mma(do_s, r_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dq_read = warpgroup_mma(do_s, S_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     pairs, dq_read = warpgroup_mma_wait(0, [pairs, dq_read])
-    # No gate decays the pair of a token with itself. It joins last: it would drown the others in the gate's
-    # gradient.
+    # No gate decays the pair of a token with itself. It is added last, since it would drown the others in the
+    # gate's gradient.
     diagonal = gl.sum(gl.where(s[None, :] == t[:, None], pairs, 0.0), 1)[:, None] * scale
     pairs = _decayed(pairs, of_chunk, scale, False)
     dq_read *= scale
@@ -167,7 +167,8 @@ def hopper_head_gradient_kernel(
     dq_read, in_chunk = _through_pairs(pairs, beta_s, pairs_s, q_s, k_s, dq_read, zeros)
     a_s = k_s
     if a is not None:
-        # Not at the start, so that it takes the place of `do_s`: else two programs would not fit side by side.
+        # Not allocated at the start, so that it reuses the memory of `do_s`: otherwise two programs would not
+        # fit side by side.
         a_s = gl.allocate_shared_memory(gl.bfloat16, [C, BK], OF_K)
         copy(a_s, a + of_keys, H * K, size)
         commit_group()
@@ -175,13 +176,13 @@ def hopper_head_gradient_kernel(
     dq_read += diagonal * beta_t[:, None] * k_s.load(L).to(gl.float32)
     store(dq + of_keys, dq_read, H * K, size, ADDS)
 
-    # 2. Keys, or `a`, read with the gradient -dv.
+    # 2. The reads of keys, or of `a`, with the gradient -dv.
     arrived(1 if a is None else 2)
     pairs = warpgroup_mma(dv_s, r_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dk_read = warpgroup_mma(dv_s, S_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     pairs, dk_read = warpgroup_mma_wait(0, [pairs, dk_read])
     if READ_BEFORE:
-        # No gate decays what is read of the token before. It joins last, too.
+        # No gate decays the pair of a token with the one before it. It is added last, too.
         of_before = -gl.sum(gl.where(s[None, :] == t[:, None] - 1, pairs, 0.0), 1)
     pairs = _decayed(pairs, of_chunk, -1.0, READ_BEFORE)
     dk_read = -dk_read
@@ -196,7 +197,7 @@ def hopper_head_gradient_kernel(
     ending += _of_next(of_sums, L) if READ_BEFORE else of_sums
     k_ = k_s.load(L).to(gl.float32)
 
-    # 3. What keys write also reaches the chunk's end.
+    # 3. The writes of keys, through the state after the chunk.
     arrived(0)
     written = warpgroup_mma(r_s, dS_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     if d_sums is not None:

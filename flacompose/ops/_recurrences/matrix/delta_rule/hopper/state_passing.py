@@ -1,15 +1,17 @@
-"""The sweep forwards in time for Hopper, in Gluon: of bfloat16, for heads of 64 and 128 keys and values.
+"""State passing forwards in time on Hopper, in Gluon: bfloat16, heads of 64 and 128 keys and values.
 
-`hopper_state_passing_kernel` of `kernels` takes the matrices W and P of each chunk, which have to be written and read. This one takes
-Y alone, and of the triangular matrix only half: with ``A[t, s] = q_t . k_s``, decayed by the gates between, it computes
+`hopper_state_passing_kernel` of `kernels` takes the matrices W and P of each chunk, which have to be written and read. This
+one takes only Y, and only half of the triangular matrix. With ``A[t, s] = q_t . k_s``, decayed by the gates
+between, it computes
 
     e = v - k_read S        u = diag(beta) Y e        o = scale * (q_read S + A u)        S <- total S + k_write^T u
 
-Where keys are alike, most of what these products add up cancels, so e, Y, u and A are in two parts.
+Where keys are alike, the terms of these products nearly cancel, so e, Y, u and A are in two parts.
 
-The state and all that is computed are transposed here too. Each left factor is then the result of the product before,
-in the same registers, and right factors lie in shared memory. So threads wait for others only between two chunks. The
-product of queries and keys, which no state is needed for, is made a chunk ahead, while products with the state wait.
+The state and all intermediate results are transposed here too. Each left factor is the result of the product
+before, in the same registers, and right factors are in shared memory. So threads wait for others only between
+two chunks. The product of queries and keys does not depend on the state: it is computed one chunk ahead,
+during the products with the state.
 """
 
 from __future__ import annotations
@@ -28,34 +30,34 @@ is_idle = gluon.jit(blocks.is_idle.fn)
 chunks_of_segment = gluon.jit(blocks.chunks_of_segment.fn)
 chunks_of_sweep = gluon.jit(kernels.chunks_of_sweep.fn)
 
-# For how many chunks there is room. What comes for a later one takes the place of what no thread needs any more: keys
-# are needed to the end of a chunk, and queries and values until all threads have waited there.
+# The number of chunks in shared memory. A later chunk overwrites the operands of one that no thread needs any
+# more: keys are needed to the end of a chunk, and queries and values until all threads have waited there.
 K_STAGES, Q_STAGES, V_STAGES = gl.constexpr(4), gl.constexpr(3), gl.constexpr(2)
 
 
 @gluon.constexpr_function
 def _products(width, warps):
-    """Results of tensor cores: each group of four warps has 64 rows of `width` numbers."""
+    """The layout of results of tensor cores: each group of four warps has 64 rows of `width` numbers."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, width, 16])
 
 
 @gluon.constexpr_function
 def _pairs(C, warps):
-    """Results that have 64 rows: groups of four warps share out the columns."""
+    """The layout of results with 64 rows: groups of four warps share the columns."""
     return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, 4 * C // warps, 16])
 
 
 @gluon.jit
 def _size_of(chunk, tokens, stop, C: gl.constexpr):
-    """How many of a sequence's `tokens` a chunk has: none from chunk `stop` on, which is not swept."""
+    """The number of `tokens` of a sequence that are in a chunk; 0 from chunk `stop` on."""
     return gl.where(chunk < stop, gl.minimum(tokens - chunk * C, C), 0)
 
 
 @gluon.jit
 def _rows(x, chunk, stride, size, C: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr):
-    """Pointers to the first `D` numbers of the rows of a chunk, and which of them it has.
+    """Pointers to the first `D` numbers of the rows of a chunk, and a mask of the rows within `size`.
 
-    No offsets of rows within a chunk are left for a register to keep, of which none is free.
+    They are computed from `chunk` each time: no register is free to keep the offsets of rows within a chunk.
     """
     i = gl.arange(0, C, gl.SliceLayout(1, ROWS))[:, None]
     d = gl.arange(0, D, gl.SliceLayout(0, ROWS))[None, :]
@@ -93,7 +95,7 @@ def _load_numbers(beta, sums, chunk, size, HV, C: gl.constexpr):
 
 @gluon.jit
 def _store_numbers(numbers_s, slot, beta, sum, total):
-    """What the tokens of a chunk are multiplied by: the decays from its start and to its end, and `beta`."""
+    """Stores the decays of a chunk's tokens from its start and to its end, `beta` and `sum`."""
     numbers_s[0].index(slot).store(gl.exp2(sum))
     numbers_s[1].index(slot).store(gl.exp2(total - sum))
     numbers_s[2].index(slot).store(beta)
@@ -102,7 +104,7 @@ def _store_numbers(numbers_s, slot, beta, sum, total):
 
 @gluon.jit
 def _load_inverse(Y, chunk, size, HV, C: gl.constexpr):
-    """What `inverse_kernel` has stored of a chunk, and zeros of one without tokens."""
+    """The matrix that `inverse_kernel` has stored for a chunk, and zeros for a chunk without tokens."""
     ROWS: gl.constexpr = rows_of(C, gl.num_warps())
     s = gl.arange(0, C, gl.SliceLayout(1, ROWS))[:, None]
     t = gl.arange(0, C, gl.SliceLayout(0, ROWS))[None, :]
@@ -113,7 +115,7 @@ def _load_inverse(Y, chunk, size, HV, C: gl.constexpr):
 
 @gluon.jit
 def _store_inverse(Y_s, slot, Y):
-    """The larger and the smaller parts, the latter transposed, in two matrices that products take."""
+    """Stores the larger and the smaller parts, the latter transposed, as two operands of products."""
     ROWS: gl.constexpr = Y.type.layout
     s = gl.arange(0, Y.shape[0], gl.SliceLayout(1, ROWS))[:, None]
     t = gl.arange(0, Y.shape[1], gl.SliceLayout(0, ROWS))[None, :]
@@ -124,19 +126,19 @@ def _store_inverse(Y_s, slot, Y):
 
 @gluon.jit
 def _products_of_pairs(k_s, q_s, no_pairs):
-    """Begin the products of the keys of a chunk, in rows, and its queries."""
+    """Begin the products of a chunk's keys, in rows, and its queries."""
     return warpgroup_mma(k_s, q_s.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _sums_of_pairs(sums_s, L: gl.constexpr):
-    """The sums of gates of the tokens that rows are of, and of those that columns are of."""
+    """The sums of gates of the tokens in rows, and of the tokens in columns."""
     return sums_s.load(gl.SliceLayout(1, L)), sums_s.load(gl.SliceLayout(0, L))
 
 
 @gluon.jit
 def _decayed_pairs(of_q, sums, scale):
-    """``scale`` times the products of keys, in rows, and later queries, decayed by the gates between them, in parts."""
+    """``scale`` times the decayed products of keys, in rows, and later queries, in two parts."""
     L: gl.constexpr = of_q.type.layout
     s = gl.arange(0, of_q.shape[0], gl.SliceLayout(1, L))[:, None]
     t = gl.arange(0, of_q.shape[1], gl.SliceLayout(0, L))[None, :]
@@ -146,7 +148,7 @@ def _decayed_pairs(of_q, sums, scale):
 
 @gluon.jit
 def _multiply(x, y, smaller, acc, USE_ACC: gl.constexpr = True):
-    """Begin ``acc + x @ y`` for float32 `x`, in two parts, and `y` stored, in one or with its `smaller` part."""
+    """Begin ``acc + x @ y`` for float32 `x`, in two parts, and stored `y`, in one or two."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     high, low = parts(x)
     high, low = gl.convert_layout(high, LEFT), gl.convert_layout(low, LEFT)
@@ -158,13 +160,13 @@ def _multiply(x, y, smaller, acc, USE_ACC: gl.constexpr = True):
 
 @gluon.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
 def hopper_state_passing_kernel(
-    # Parameters have the meanings that they have in the kernel of this name in `kernels`, but for Y, and for `beta`.
+    # The parameters of the kernel of this name in `kernels`, with the same meanings, except Y and `beta`.
     q,  # [tokens, HK, K]
     k,  # [tokens, HK, K]
-    v,  # [tokens, HV, V]; from token to token it is v_token elements, a multiple of 8
+    v,  # [tokens, HV, V]; v_token elements, a multiple of 8, separate its tokens
     beta,  # [tokens, HV]
     sums,  # [chunks, HV, C]
-    Y,  # [chunks, HV, C, C], as `inverse_kernel` stores it
+    Y,  # [chunks, HV, C, C], from `inverse_kernel`
     growth,  # [chunks, HV]
     initial,  # [SEGMENTS, N, HV, K, V], before each segment
     o,  # [tokens, HV, V]
@@ -184,7 +186,7 @@ def hopper_state_passing_kernel(
     IDENTITY: gl.constexpr,
     RESTARTS: gl.constexpr,
 ):
-    """Forwards in time: fills what is given of `o`, `ends` and `final`."""
+    """State passing forwards in time: fills `o`, `ends` and `final`, if given."""
     WARPS: gl.constexpr = gl.num_warps()
     L: gl.constexpr = _products(C, WARPS)
     OF_STATE: gl.constexpr = _products(K, WARPS)
@@ -192,7 +194,7 @@ def hopper_state_passing_kernel(
     PAIRS: gl.constexpr = _pairs(C, WARPS)
     TOKENS: gl.constexpr = gl.SliceLayout(0, L)
     scale = scale.to(gl.float32)
-    v_token = v_token // 8 * 8  # so that Triton knows that it copies 16 bytes at a time
+    v_token = v_token // 8 * 8  # tells Triton that it may copy 16 bytes at a time
     h, ns, _ = split_program(HV, N * SEGMENTS)
     segment = ns // N
     if is_idle(segment, SEGMENTS, ends, o is not None):
@@ -201,7 +203,7 @@ def hopper_state_passing_kernel(
     hk = h // (HV // HK)
     lo, hi, row0, chunks, begin, stop = chunks_of_segment(ns % N, segment, SEGMENTS, T, cu_seqlens, C)
 
-    # 1. The chunks that are swept, and the state before them.
+    # 1. The chunks of this program, and the state before them.
     if growth is not None:
         growth += row0 * HV
     ASKING: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
@@ -224,8 +226,8 @@ def hopper_state_passing_kernel(
     else:
         S = gl.load(initial + at_end + at_state).to(gl.float32)
 
-    # 2. What is there before the first chunk. Each part is an array of its own: between two stores to one array, Triton
-    # has all threads wait.
+    # 2. The operands that the first chunks need. Each part is an array of its own: between two stores to one
+    # array, Triton makes all threads wait.
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
@@ -291,9 +293,9 @@ def hopper_state_passing_kernel(
     for chunk in range(begin, stop):
         this, other = chunk % 2, (chunk + 1) % 2
         k_ = k_s.index(chunk % K_STAGES)
-        arrived(1)  # all but what is for the chunk after the next
+        arrived(1)  # all but the operands of the chunk after the next
 
-        # 3. What keys and queries read of the state, and e.
+        # 3. The reads of the state by keys and queries, and e.
         S_ = gl.convert_layout(S.to(gl.bfloat16), LEFT)
         e = warpgroup_mma(S_, k_.permute((1, 0)), zeros, use_acc=False, is_async=True)
         if o is not None:
@@ -306,7 +308,7 @@ def hopper_state_passing_kernel(
         if v is not None:
             e += v_s.index(this).permute((1, 0)).load(L).to(gl.float32)
 
-        # 4. u. Meanwhile, what the next chunk needs.
+        # 4. u. Meanwhile, the operands of the next chunk are loaded.
         u = _multiply(e, Y_s[0].index(this), Y_s[1].index(this).permute((1, 0)), zeros, False)
         if o is not None:
             out = warpgroup_mma_wait(3, [out]) * (from_start * scale)
@@ -326,7 +328,7 @@ def hopper_state_passing_kernel(
         u *= numbers_s[1].index(this).load(TOKENS)[None, :]
         S = _multiply(u, k_, None, S)
 
-        # 6. What other threads read, and copies, in the place of what they have read.
+        # 6. Stores for other threads, and copies, over the operands that all threads have read.
         if o is not None:
             out, of_q = warpgroup_mma_wait(2, [out, of_q])
             sums_ = _sums_of_pairs(numbers_s[3].index(other), PAIRS)
