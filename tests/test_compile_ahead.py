@@ -318,7 +318,8 @@ def test_each_device_has_its_own(compiled: Compiled, monkeypatch: pytest.MonkeyP
     ahead(channel_decay, "chunk")(*args)
     monkeypatch.setattr(Hopper, "device", 1)
     ahead(channel_decay, "chunk")(*args)
-    first, second = ({*channel_decay.state_kernel.device_caches[device][0].values()} for device in (0, 1))
+    caches = channel_decay.channel_decay_state_passing_kernel.device_caches
+    first, second = ({*caches[device][0].values()} for device in (0, 1))
     assert len(first) == len(second) > 0 and not first & second
     assert all(ahead for _, ahead in compiled)
 

@@ -132,7 +132,7 @@ def test_sweep_in_gluon_fits() -> None:
     args = q, q, q, beta, beta, None, None, None, None, 1.0, False
     with tables_of(HOPPER):
         found = recorded([Call("", flat(delta_rule, "chunk"), "delta_rule_chunk", args)])
-    (sweep,) = (launch for launch in found if launch.name == "sweep_kernel")
+    (sweep,) = (launch for launch in found if launch.name == "hopper_state_passing_kernel")
     assert sweep.module.endswith("hopper_sweep") and dict(sweep.options)["num_warps"] == 8
     assert sweep.excess(90) is None
 
@@ -145,7 +145,7 @@ def test_joint_kernel_in_gluon_fits(rows: int, D: int) -> None:
     args = q, q, q, beta, beta, None, None, None, None, 1.0, False, q, None, [True] * 5 + [False] * 3
     with tables_of(HOPPER):
         found = recorded([Call("", flat(delta_rule, "backward"), "delta_rule_backward", args)])
-    (joint,) = (launch for launch in found if launch.name == "reverse_gradient_kernel")
+    (joint,) = (launch for launch in found if launch.name == "hopper_backward_kernel")
     programs = gradient_launches.AT_ONCE[D] // 132
     assert programs * (joint.compile(90).shared + 1024) <= HOPPER.shared_memory + 1024
 
@@ -267,7 +267,9 @@ def test_kernels_ahead_are_those_of_the_device(gpus: list[Properties], first: in
     args = q, q, q, q, q, None, None, None, 1.0, False, False
     calls = [Call("", flat(channel_decay, "chunk"), "channel_decay_chunk", args)]
     stages = [
-        dict(launch.options)["num_stages"] for launch in recorded(calls) if launch.name == "state_kernel"
+        dict(launch.options)["num_stages"]
+        for launch in recorded(calls)
+        if launch.name == "channel_decay_state_passing_kernel"
     ]
     assert stages == [2 if first else 3]
 

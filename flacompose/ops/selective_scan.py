@@ -43,13 +43,9 @@ def selective_scan_fn(
     Args:
         u: Inputs, ``[B, T, D]``, in float32, bfloat16, float16 or float64.
         delta: Time steps, ``[B, T, D]``, at least 0 (after the softplus, if there is one), in any float dtype.
-<<<<<<< HEAD
         A: Rates, ``[D, S]``, at most 0, in any float dtype. One of -inf resets the state at a time step above 1e-36,
-            and does nothing at one of 0; its gradient is 0. Rates below -1e31 (-1e300 in float64) give `delta` no gradient.
-=======
-        A: Rates, ``[D, S]``, at most 0, in any float dtype. One of -inf forgets all at a time step above 1e-36, and
-            nothing at one of 0; its gradient is 0. Rates below -1e31 (-1e300 in float64) give `delta` no gradient.
->>>>>>> main
+            and does nothing at one of 0; its gradient is 0. Rates below -1e31 (-1e300 in float64) give `delta` no
+            gradient.
         B: How inputs enter the state, ``[B, T, S]`` or ``[B, T, G, S]``, in the dtype of `u`; ``G`` divides ``D``, and
             channel ``d`` has group ``d // (D / G)``.
         C: How the state is read, of the shape and dtype of `B`.

@@ -51,7 +51,8 @@ def mamba_chunk_scan_combined(
         x: Inputs, ``[B, T, H, P]``, in float32, bfloat16, float16 or float64.
         dt: Time steps, ``[B, T, H]``, in any float dtype.
         A: Rate of each head, ``[H]``, at most 0. One of -inf resets the state at a time step above 1e-36,
-            and does nothing at one of 0; its gradient is 0. Rates below -1e31 (-1e300 in float64) give `dt` no gradient.
+            and does nothing at one of 0; its gradient is 0. Rates below -1e31 (-1e300 in float64) give `dt` no
+            gradient.
         B: How inputs enter the state, ``[B, T, G, S]``, in the dtype of `x`; ``G`` divides ``H``, and head ``h`` has
             group ``h // (H / G)``.
         C: How the state is read, ``[B, T, G, S]``, in the dtype of `x`.

@@ -426,7 +426,8 @@ MAMBA3 = entry("mamba3_siso_combined", mamba3_siso, None, "head_decay",
                      "Z": "B T HV V"},
                states={"Input_States[0]": "N HV A", "Input_States[1]": "N HV V K", "Input_States[2]": "N HV K",
                        "Input_States[3]": "N HV V"},
-               output="V", draws={"DT": F.softplus}, before=("cumulative_angle_forward", "rotary_forward"), other_ops=None)
+               output="V", draws={"DT": F.softplus}, before=("cumulative_angle_forward", "rotary_forward"),
+               other_ops=None)
 # fmt: on
 
 OF_RANKS = {"Q": "B T R H K", "K": "B T R H K", "Q_bias": "HV R K", "K_bias": "HV R K"}

@@ -96,7 +96,7 @@ def _cut(x):
 
 @gluon.jit
 def parts(x):
-    """Two bfloat16 numbers whose sum is float32 `x` to 16 bits, as in `_kernels`."""
+    """Two bfloat16 numbers whose sum is float32 `x` to 16 bits, as in `blocks`."""
     high = _cut(x)
     return high.to(gl.bfloat16), (x - high).to(gl.bfloat16)
 

@@ -114,7 +114,7 @@ def head_gate_gradient_kernel(
     token = start + t
     h = tl.program_id(1) * BH + tl.arange(0, BH)
     in_h = (h < H)[None, :]
-    # Backwards the state is stored without `scale`: see `sweep_kernel`.
+    # Backwards the state is stored without `scale`: see `head_decay_state_passing_kernel`.
     scale = in_float32(scale)
     unit = tl.where(scale == 0.0, 1.0, scale)
     # 1. The gradients of the sums that contain the gate, by their kinds.

@@ -1,4 +1,4 @@
-"""One token of every recurrence with a matrix state, in PyTorch: one step of `recurrent_kernel`."""
+"""One token of every recurrence with a matrix state, in PyTorch: one step of `matrix_token_kernel`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def token(
     softmax: bool = False,
     full_precision: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``(o [B, 1, HV, V], final_state [B, HV, K, V])``, for the arguments of `_launch.recurrent`."""
+    """``(o [B, 1, HV, V], final_state [B, HV, K, V])``, for the arguments of `operands.recurrent`."""
     dtype = state_dtype(q.dtype)
     o_dtype = dtype if full_precision else v.dtype
     if softmax:

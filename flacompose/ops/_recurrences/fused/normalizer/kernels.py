@@ -3,9 +3,9 @@
     n_t = exp(g_t) n_{t-1} + beta_t k_t        z_t = scale * n_t^T q_t
     o_t = x_t / (max(|z_t|, floor_t) + eps)
 
-`normalizer_state_passing_kernel` passes ``n`` over a sequence and stores it before each chunk. Then all chunks are computed at
-once. With `n` the state before the chunk, `dn` the gradient of the state after it, and ``w`` the decay
-between tokens:
+`normalizer_state_passing_kernel` passes ``n`` over a sequence and stores it before each chunk. Then all
+chunks are computed at once. With `n` the state before the chunk, `dn` the gradient of the state after it, and
+``w`` the decay between tokens:
 
     z_i = scale * (sum over j <= i of w_ij beta_j (q_i . k_j) + w_i n . q_i)       w_i from the chunk's start
     dq_i = scale dz_i (sum over j <= i of w_ij beta_j k_j + w_i n)

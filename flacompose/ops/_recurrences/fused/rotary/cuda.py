@@ -56,8 +56,9 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     of_v = None if initial_v is None else run.per_sequence(HV, P, dtype=initial_v.dtype)
     arriving = {f"d_{name}": _dense(x) for name, x in call.arriving._asdict().items()}
     launch(
-        rotary_gradient_kernel, (run.chunks * run.H * R,), **run.given, **arriving, dq=dq, dk=dk, dv=dv, d_q_bias=sums[0],
-        d_k_bias=sums[1], dangle=dangle, d_initial_k=of_k, d_initial_v=of_v, num_warps=BACKWARD_WARPS, **run.arguments,
+        rotary_gradient_kernel, (run.chunks * run.H * R,), **run.given, **arriving, dq=dq, dk=dk, dv=dv,
+        d_q_bias=sums[0], d_k_bias=sums[1], dangle=dangle, d_initial_k=of_k, d_initial_v=of_v,
+        num_warps=BACKWARD_WARPS, **run.arguments,
     )  # fmt: skip
     dq, dk, dv, dangle = (None if x is None else run.batched(x) for x in (dq, dk, dv, dangle))
     d_q_bias, d_k_bias = (None if x is None else x[: run.chunks].sum(0) for x in sums)

@@ -41,7 +41,7 @@ def ssd_time_step_kernel(
     A,  # [H]
     dt_bias,  # [H]
     delta,  # [tokens, H]
-    sums,  # [chunks, H, C], as from `gate_kernel` of head decay
+    sums,  # [chunks, H, C], as from `head_gate_sum_kernel` of head decay
     rest,  # [chunks, H, C]
     cu_seqlens,
     T,

@@ -2,20 +2,20 @@
 
 All are in kernels.py:
 
-    result                                    condition                                       kernel
-    states before chunks, their gradients     always                                          channel_decay_state_passing_kernel
-    o                                         no gv                                           channel_decay_plain_axis_kernel
-                                              gv                                              channel_decay_gated_axis_kernel
-    dv                                        no gv                                           channel_decay_plain_axis_kernel
-    dv, dgv                                   gv                                              channel_decay_gated_axis_kernel
-    dq, dk                                    neither gk nor u                                channel_decay_plain_axis_kernel
-    dq, dk, dgk, du                           gk or u                                         channel_decay_gated_axis_kernel
-    P, the products of pairs of tokens        for channel_decay_gated_axis_kernel; see `_Launches.gated`         channel_decay_score_kernel
+    result                                 condition          kernel
+    states before chunks, their gradients  always             channel_decay_state_passing_kernel
+    o                                      no gv              channel_decay_plain_axis_kernel
+                                           gv                 channel_decay_gated_axis_kernel
+    dv                                     no gv              channel_decay_plain_axis_kernel
+    dv, dgv                                gv                 channel_decay_gated_axis_kernel
+    dq, dk                                 neither gk nor u   channel_decay_plain_axis_kernel
+    dq, dk, dgk, du                        gk or u            channel_decay_gated_axis_kernel
+    P, the products of pairs of tokens     `_Launches.gated`  channel_decay_score_kernel
 
-`channel_decay_plain_axis_kernel` with gates and `channel_decay_gated_axis_kernel` are launched twice: first for the chunks or tiles whose gates are
-factorisable, then for the others. Gates are factorisable if the sums over each half of a chunk, of 32 tokens,
-are above -45, and, where their gradient is wanted, if each gate is above -8 (float32: -4) or `lets_through`
-says so: see `gates`. `_Launches.plain` and `_Launches.gated` choose.
+The kernel of plain axes with gates and that of gated axes are launched twice: first for the chunks or tiles
+whose gates are factorisable, then for the others. Gates are factorisable if the sums over each half of a
+chunk, of 32 tokens, are above -45, and, where their gradient is wanted, if each gate is above -8 (float32:
+-4) or `lets_through` says so: see `gates`. `_Launches.plain` and `_Launches.gated` choose.
 """
 
 from __future__ import annotations
@@ -307,6 +307,9 @@ def plain_config(bfloat16: bool, D1: int, D2: int) -> dict[str, int]:
 
 
 def gated_config(bfloat16: bool, D1: int, D2: int) -> dict[str, int]:
-    """`plain_config` for `channel_decay_gated_axis_kernel`. Triton 3.6 miscompiles narrower tiles in bfloat16 on Hopper."""
+    """`plain_config` for `channel_decay_gated_axis_kernel`.
+
+    Triton 3.6 miscompiles narrower tiles in bfloat16 on Hopper.
+    """
     BD1, BD2 = (64, 64) if bfloat16 else (block(D1, 32), block(D2, 32))
     return {"BD1": BD1, "BD2": BD2, "num_warps": 4, "num_stages": 2}

@@ -17,11 +17,12 @@ along the other axis, D2:
     dk_s = sum over t of P q_t     do  v       q   V   K    gated with gk (`write`)
                                    v   do  q       V   K    plain, `REVERSE`, without gk
 
-So `channel_decay_plain_axis_kernel` writes along an axis that no gate decays, and computes P itself. `channel_decay_gated_axis_kernel` writes along
-an axis that a gate decays, and computes the gradient of this gate too. Its registers do not suffice to
-compute P as well, except where it only reads and its axis is one tile, so it takes P from `channel_decay_score_kernel`. The
-contributions of other chunks come from the states `S` before each chunk and their gradients `dS` after it,
-both of which `channel_decay_state_passing_kernel` stores.
+So `channel_decay_plain_axis_kernel` writes along an axis that no gate decays, and computes P itself.
+`channel_decay_gated_axis_kernel` writes along an axis that a gate decays, and computes the gradient of this
+gate too. Its registers do not suffice to compute P as well, except where it only reads and its axis is one
+tile, so it takes P from `channel_decay_score_kernel`. The contributions of other chunks come from the states
+`S` before each chunk and their gradients `dS` after it, both of which `channel_decay_state_passing_kernel`
+stores.
 """
 
 from __future__ import annotations

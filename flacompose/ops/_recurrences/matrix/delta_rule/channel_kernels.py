@@ -4,26 +4,25 @@ With such gates, `delta_channel_factor_kernel` computes the WY factors for the s
 two kernels compute the gradients of queries, keys, `a`, beta and gates. Which kernel computes the gradients,
 those of gates included, depends on the strength of gates, for one gate everywhere as in the first column:
 
-    gates         condition in bfloat16         kernel                 file                       chip
-    0 to -1.4     32 tokens sum to above -45,   delta_channel_gradient_kernel         hopper_channels.py         Hopper
+    gates         condition in bfloat16        kernel                                file
+    0 to -1.4     32 tokens sum to above -45,  hopper_channel_gradient_kernel        hopper/channel_gradients.py
                   each gate is above -8
-    -1.4 to -5.6  8 tokens sum to above -45,    channel_block_kernel   hopper_channel_blocks.py   Hopper
+    -1.4 to -5.6  8 tokens sum to above -45,   hopper_channel_block_gradient_kernel  hopper/channel_block_gradients.py
                   each gate is above -8
-    below -5.6    otherwise                     delta_channel_gradient_kernel         channel_kernels.py         Hopper
-    any                                         delta_channel_gradient_kernel         channel_kernels.py         others
+    below -5.6    otherwise                    delta_channel_gradient_kernel         channel_kernels.py
+    any           on all other chips           delta_channel_gradient_kernel         channel_kernels.py
 
-`delta_channel_factor_kernel` of `hopper_channel_pairs` tests the first condition for each chunk and writes
-`mild_chunks`. `channel_block_kernel` tests the second for each tile of channels and writes `mild`.
-`channel_gradients` of `gradient_launches` launches all three, and each kernel returns at once for chunks that
-are not its own. KDA's gates, if they are bounded by -5, never need the last one. The WY factors are computed
-by `delta_channel_factor_kernel`: that of `hopper_channel_pairs` if 8 tokens sum to above -45, otherwise that of this
-file.
+`hopper_channel_factor_kernel` tests the first condition for each chunk and writes `mild_chunks`.
+`hopper_channel_block_gradient_kernel` tests the second for each tile of channels and writes `mild`.
+`channel_gradients` of `gradient_launches` launches all three, and each kernel returns at once for chunks that are not
+its own. KDA's gates, if they are bounded by -5, never need the last one. The WY factors of a chunk are computed by
+`hopper_channel_factor_kernel` if 8 tokens sum to above -45, otherwise by `delta_channel_factor_kernel`.
 
 The state has two reads per token: by the key, or by `a` where it is given, before the token writes and with
 the gradient ``-dv``; and by the query, with the gradient ``do``. The key writes ``u = beta r``. `S` is the
 state before a chunk, ``dS`` the gradient of the state after it, and ``D[t, s]`` the sum of the gates ``s +
-1`` to `t`, one number for each channel. `delta_channel_product_gradient_kernel` computes the gradients of the products of
-queries and keys, without the factor beta. They are the same for all channels:
+1`` to `t`, one number for each channel. `delta_channel_product_gradient_kernel` computes the gradients of the
+products of queries and keys, without the factor beta. They are the same for all channels:
 
     of_q[t, s] = scale * do_t . r_s  for s <= t        of_k[t, s] = -dv_t . r_s  for s < t
 
@@ -409,7 +408,7 @@ def delta_channel_gradient_kernel(
     r,  # [tokens, HV, V]
     do,  # [tokens, HV, V]
     dv,  # [tokens, HV, V]
-    pairs,  # [chunks, HV, 2, C, C], from `delta_channel_product_gradient_kernel` or `channel_block_kernel`, like `diagonal`
+    pairs,  # [chunks, HV, 2, C, C], from `delta_channel_product_gradient_kernel`, like `diagonal`
     diagonal,  # [chunks, HV, C]
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it

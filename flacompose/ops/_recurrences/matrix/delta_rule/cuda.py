@@ -2,28 +2,29 @@
 
 Forward, for each chunk the WY factors, then state passing ("read by `k`" is: without `a` and `read_before`):
 
-    gates          condition                                 kernel                     file
-    heads or none  Hopper, K and V 64 or 128, read by `k`    inverse_kernel             hopper_pairs.py
-                                                             sweep_kernel               hopper_sweep.py
-    heads or none  Hopper, K 64 or 128                       pair_kernel                hopper_pairs.py
-    heads or none  otherwise                                 pair_kernel                kernels.py
-    channels       Hopper, K 64 or 128, gates factorisable   channel_pair_kernel        hopper_channel_pairs.py
+    gates          condition                                  kernel                          file
+    heads or none  Hopper, K and V 64 or 128, read by `k`     hopper_inverse_kernel           hopper/head_factors.py
+                                                              hopper_state_passing_kernel     hopper/state_passing.py
+    heads or none  Hopper, K 64 or 128                        hopper_head_factor_kernel       hopper/head_factors.py
+    heads or none  otherwise                                  delta_factor_kernel             kernels.py
+    channels       Hopper, K 64 or 128, gates factorisable    hopper_channel_factor_kernel    hopper/channel_factors.py
                    about the middles of blocks
-    channels       otherwise                                 channel_pair_kernel        channel_kernels.py
-    any            long rows: state before each segment      join_kernel                kernels.py
-    any            state passing, but in the first line      sweep_kernel               kernels.py
+    channels       otherwise                                  delta_channel_factor_kernel     channel_kernels.py
+    any            long rows: state before each segment       delta_join_kernel               kernels.py
+    any            state passing, but in the first line       delta_state_passing_kernel      kernels.py
 
-Backward, `sweep_kernel` or `two_way_kernel` for the states, `reverse_kernel` for their gradients, and for
-each chunk:
+Backward, `delta_state_passing_kernel` or `delta_both_directions_kernel` for the states,
+`delta_backward_state_passing_kernel` for their gradients, and for each chunk:
 
-    heads or none  Hopper, read by `k`, K = V, many programs reverse_gradient_kernel    hopper_reverse.py
-    heads or none  Hopper, at most 4 heads share keys        gradient_kernel            hopper_gradients.py
-    heads or none  K > 128 (float32: > 32)                   gradient_from_pairs_kernel stored_pairs.py
-    heads or none  otherwise                                 gradient_kernel            gradients.py
+    heads or none  Hopper, read by `k`, K = V, many programs  hopper_backward_kernel          hopper/backward.py
+    heads or none  Hopper, at most 4 heads share keys         hopper_head_gradient_kernel     hopper/head_gradients.py
+    heads or none  K > 128 (float32: > 32)                    delta_stored_product_kernel,    stored_products.py
+                                                              delta_stored_product_gradient_kernel
+    heads or none  otherwise                                  delta_head_gradient_kernel      gradients.py
     channels       see the table of `channel_kernels`
 
-The gradient of gates of heads follows from the gradients of their sums: `gate_gradient_kernel` of scalar
-decay. `Launches`, `GradientLaunches` and `Sweeps` choose the kernels.
+The gradient of gates of heads follows from the gradients of their sums: `head_gate_gradient_kernel`.
+`Launches`, `GradientLaunches` and `Sweeps` choose the kernels.
 """
 
 from __future__ import annotations

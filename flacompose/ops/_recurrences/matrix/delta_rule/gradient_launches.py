@@ -31,7 +31,7 @@ from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay
 # and `a`. Each sum is rounded to the dtype of the inputs, and with more heads these roundings would exceed
 # the kernels' own error.
 LARGEST_GROUP = 4
-# How many programs of `reverse_gradient_kernel` a Hopper chip runs at a time, by the size of heads.
+# How many programs of `hopper_backward_kernel` a Hopper chip runs at a time, by the size of heads.
 AT_ONCE = {64: 264, 128: 132}
 ADDED = 2048  # sums over heads that a program of `delta_add_heads_kernel` computes
 
@@ -197,7 +197,7 @@ class GradientLaunches(Launches):
         """`outputs` of `reverse_gradients`, added up over the heads that share keys.
 
         Only the gradients of queries and keys that the call `wants` are returned. Each sum is rounded as in
-        `hopper_gradients`, which adds to the stored sum of the heads before.
+        `hopper/head_gradients`, which adds to the stored sum of the heads before.
         """
         H, added = self.q.shape[2], {"dbeta": outputs["dbeta"]}
         if self.HV == H:

@@ -96,7 +96,7 @@ def delta_head_gradient_kernel(
     dk,  # [tokens, HV, K]
     da,  # [tokens, HV, K], with `a`
     dbeta,  # [tokens, tiles of K, HV], to be added up
-    d_sums,  # [chunks, 3 * tiles of K, HV, C], for `gate_gradient_kernel`, like `d_total`
+    d_sums,  # [chunks, 3 * tiles of K, HV, C], for `head_gate_gradient_kernel`, like `d_total`
     d_total,  # [chunks, HV, K]
     cu_seqlens,
     T,

@@ -43,7 +43,8 @@ of its own, which start at the state that those chunks reach from zero. Otherwis
 continue through the next one.
 
 A gate of a head scales whole rows, so it is applied to the products with the state. Gates of channels are
-contained in `k_read` and `q_read` themselves, which `channel_pair_kernel` stores in place of `delta_factor_kernel`.
+contained in `k_read` and `q_read` themselves, which `delta_channel_factor_kernel` stores in place of
+`delta_factor_kernel`.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def delta_factor_kernel(
     k,  # [tokens, H, K]
     a,  # [tokens, H, K], reading keys; `k` if it is None
     beta,  # [tokens, HV]
-    sums,  # [chunks, HV, C], running sums of the gates of heads, from `gate_kernel` of head decay
+    sums,  # [chunks, HV, C], running sums of the gates of heads, from `head_gate_sum_kernel` of head decay
     rest,  # [chunks, HV, C]
     W,  # [tokens, HV, K]
     P,  # [chunks, HV, C, C], transposed

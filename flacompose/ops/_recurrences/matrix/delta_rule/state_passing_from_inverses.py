@@ -20,7 +20,7 @@ class InverseSweeps(Sweeps):
     takes_inverses = False
 
     def inverses(self) -> None:
-        """Fill `Y`, the inverses that `hopper_sweep` takes."""
+        """Fill `Y`, the inverses that `hopper/state_passing` takes."""
         from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import hopper_inverse_kernel
 
         self.HK = self.q.shape[2]

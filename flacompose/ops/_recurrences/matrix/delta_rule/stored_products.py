@@ -131,7 +131,7 @@ def _dot_with_stored(at, parts, acc, TRANSPOSED: tl.constexpr, DOT: tl.constexpr
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def delta_stored_product_gradient_kernel(
     # One kernel computes the gradients of queries and of keys, because both need the same vectors and states.
-    # So it has more than 25 parameters: those of `gradient_kernel` of `gradients`, and the stored gradients
+    # So it has more than 25 parameters: those of `delta_head_gradient_kernel` of `gradients`, and the stored gradients
     # of pairs.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
@@ -151,7 +151,7 @@ def delta_stored_product_gradient_kernel(
     dk,  # [tokens, HV, K]
     da,  # [tokens, HV, K], with `a`
     dbeta,  # [tokens, tiles of K, HV], to be added up
-    d_sums,  # [chunks, 3 * tiles of K, HV, C], for `gate_gradient_kernel`, like `d_total`
+    d_sums,  # [chunks, 3 * tiles of K, HV, C], for `head_gate_gradient_kernel`, like `d_total`
     d_total,  # [chunks, HV, K]
     cu_seqlens,
     T,

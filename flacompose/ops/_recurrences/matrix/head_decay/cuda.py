@@ -1,12 +1,12 @@
 """Launches of head decay on CUDA, in float32, bfloat16 and float16, and the table of their kernels.
 
-    result                                   condition                  kernel                 file
-    running sums of gates                    g, or gate gradients       head_gate_sum_kernel            gates.py
-    o, dv                                    always                     head_decay_state_passing_kernel           kernels.py
-    dq, dk                                   no gate gradients          head_decay_state_passing_kernel           kernels.py
-    states before chunks, their gradients    gate gradients             head_decay_state_passing_kernel           kernels.py
-    dq, dk, gradients of sums of gates       gate gradients             head_decay_gradient_kernel        gradients.py
-    dg, dbeta                                gate gradients             head_gate_gradient_kernel   gates.py
+    result                                 condition             kernel                           file
+    running sums of gates                  g, or gate gradients  head_gate_sum_kernel             gates_of_heads.py
+    o, dv                                  always                head_decay_state_passing_kernel  kernels.py
+    dq, dk                                 no gate gradients     head_decay_state_passing_kernel  kernels.py
+    states before chunks, their gradients  gate gradients        head_decay_state_passing_kernel  kernels.py
+    dq, dk, gradients of sums of gates     gate gradients        head_decay_gradient_kernel       gradients.py
+    dg, dbeta                              gate gradients        head_gate_gradient_kernel        gates_of_heads.py
 
 "Gate gradients" are those of `g`, `g_gamma` and `beta`. `backward` and `Launches` choose. The kernels are the
 same on all chips.

@@ -92,7 +92,7 @@ def _pairs(
     high, low = _sums(sums, rest, at + i)
     high_j, low_j = _sums(sums, rest, at + j)
     between = high[:, None] - high_j[None, :] + (low[:, None] - low_j[None, :])
-    # Keys do not write if `scale` is 0: see `sweep_kernel`.
+    # Keys do not write if `scale` is 0: see `head_decay_state_passing_kernel`.
     return tl.where(scale == 0.0, 0.0, pairs * tl.exp2(-between if BACKWARDS else between))
 
 
@@ -206,7 +206,7 @@ def head_decay_gradient_kernel(
     d_states,  # [chunks, HV, K, V], after it: the gradient, without `scale`
     dq,  # [tokens, HV / GROUP, K], one head for the heads of a program
     dk,  # [tokens, HV / GROUP, K], likewise
-    d_sums,  # [chunks, PARTS, HV, C], for `gate_gradient_kernel`, like the next two
+    d_sums,  # [chunks, PARTS, HV, C], for `head_gate_gradient_kernel`, like the next two
     d_total,  # [chunks, HV, tiles of K * BLOCKS]
     d_beta,  # [chunks, BETAS, HV, C]: through the block, through all else, and as in `BETWEEN_BLOCKS`
     cu_seqlens,

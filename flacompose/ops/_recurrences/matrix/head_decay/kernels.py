@@ -83,7 +83,7 @@ def head_decay_state_passing_kernel(
     x,  # [tokens, HX, D2]
     beta,  # [tokens, H], the strength of writes
     gamma,  # [H], a gate that is the same for every token
-    sums,  # [chunks, H, CS], running sums of other gates, from `gate_kernel`
+    sums,  # [chunks, H, CS], running sums of other gates, from `head_gate_sum_kernel`
     rest,  # [chunks, H, CS]
     initial,  # [SEGMENTS, N, H, D1, D2], before each segment, with the strides of states
     partial,  # [tokens, H, D2], added to `out`: the sum over the tiles of `D1` before `first_tile`

@@ -1,18 +1,18 @@
 """Launches of diagonal plus low rank on CUDA, in float32, bfloat16 and float16, and their table.
 
-    result                        condition                      kernel                file
-    Y, M, X and P of each chunk   always                         low_rank_product_kernel           kernels.py
-    W_a, Q, W and b_write         always                         low_rank_factor_kernel         kernels.py
-    state passing                 forwards                       sweep_kernel          delta_rule/kernels.py
-                                  backwards                      reverse_kernel        delta_rule/kernels.py
-                                  both directions, few programs  two_way_kernel        delta_rule/two_way.py
-                                  long rows                      join_kernel           delta_rule/kernels.py
-    z, gradients of pairs         gradients of vectors or gates  low_rank_product_gradient_kernel  gradients.py
-    db, dk, a part of dgk         gradients of vectors or gates  low_rank_write_gradient_kernel gradients.py
-    dq, da, dgk                   gradients of vectors or gates  low_rank_read_gradient_kernel  gradients.py
+    result                        condition                      kernel                               file
+    Y, M, X and P of each chunk   always                         low_rank_product_kernel              kernels.py
+    W_a, Q, W and b_write         always                         low_rank_factor_kernel               kernels.py
+    z, gradients of products      gradients of vectors or gates  low_rank_product_gradient_kernel     gradients.py
+    db, dk, a part of dgk         gradients of vectors or gates  low_rank_write_gradient_kernel       gradients.py
+    dq, da, dgk                   gradients of vectors or gates  low_rank_read_gradient_kernel        gradients.py
+    state passing, in delta_rule  forwards                       delta_state_passing_kernel           kernels.py
+                                  backwards                      delta_backward_state_passing_kernel  kernels.py
+                                  both directions, few programs  delta_both_directions_kernel         both_directions.py
+                                  long rows                      delta_join_kernel                    kernels.py
 
-With gates, all but `low_rank_product_gradient_kernel` and state passing are launched twice: first for the chunks or tiles
-whose gates are factorisable (the sums over each half of a chunk, of 32 tokens, are above -45, and for
+With gates, all but `low_rank_product_gradient_kernel` and state passing are launched twice: first for the
+chunks or tiles whose gates are factorisable (the sums over each half of a chunk, of 32 tokens, are above -45, and for
 gradients each gate is above -8, or -4 in float32), then for the others. The kernels are the same on all
 chips.
 """

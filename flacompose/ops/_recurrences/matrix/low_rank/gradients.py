@@ -10,8 +10,8 @@ pairs, which are the same for all channels:
     of_qb[t, s] = scale * do_t . u_s        of_qk[t, s] = scale * do_t . v_s        for s <= t
     of_ab[t, s] = z_t . u_s                 of_ak[t, s] = z_t . v_s                 for s < t
 
-`low_rank_write_gradient_kernel` multiplies them by the reading vectors, and `low_rank_read_gradient_kernel` by the writing
-ones:
+`low_rank_write_gradient_kernel` multiplies them by the reading vectors, and `low_rank_read_gradient_kernel`
+by the writing ones:
 
     db_s = exp(D[end, s]) dS u_s           + sum over t of exp(D[t, s]) (of_qb[t, s] q_t + of_ab[t, s] a_t)
     dq_t = scale * exp(D[t, start]) S do_t + sum over s of exp(D[t, s]) (of_qb[t, s] b_s + of_qk[t, s] k_s)
@@ -22,7 +22,7 @@ reads before the decay.
 The gradient of a gate is the sum of all terms whose exponents contain it, each multiplied by its vector. As
 in the delta rule with gates of channels, one product relative to the chunk's middle contains all pairs if the
 gates are factorisable; if they are not, there is one product for each level of blocks. For factorisable gates
-`factor_kernel` stores the vectors decayed to the middle, rounded to the dtype of products. A pair that a gate
+`low_rank_factor_kernel` stores the vectors decayed to the middle, rounded to the dtype of products. A pair that a gate
 does not decay is then added to the gate's gradient and subtracted as a product of the same rounded factors,
 so it cancels.
 
@@ -157,7 +157,7 @@ def low_rank_write_gradient_kernel(
     a,  # [tokens, H, K]
     b,  # [tokens, H, K]
     gk,  # [tokens, H, K]
-    q_middle,  # [tokens, H, K], from `factor_kernel`, like the next three
+    q_middle,  # [tokens, H, K], from `low_rank_factor_kernel`, like the next three
     k_middle,  # [tokens, H, K]
     a_middle,  # [tokens, H, K]
     b_middle,  # [tokens, H, K]
@@ -283,7 +283,7 @@ def low_rank_read_gradient_kernel(
     a,  # [tokens, H, K]
     b,  # [tokens, H, K]
     gk,  # [tokens, H, K]
-    q_middle,  # [tokens, H, K], from `factor_kernel`, like the next three
+    q_middle,  # [tokens, H, K], from `low_rank_factor_kernel`, like the next three
     k_middle,  # [tokens, H, K]
     a_middle,  # [tokens, H, K]
     b_middle,  # [tokens, H, K]

@@ -1,8 +1,8 @@
 """State passing backwards in time and the gradients of each chunk in one kernel, for Hopper, in Gluon.
 
-For each chunk it computes the results of `reverse_kernel` of `kernels` and then those of `gradient_kernel` of
-`hopper_gradients`, with the same roundings. So the gradients of states are never stored, and operands of both
-are read once.
+For each chunk it computes the results of `delta_backward_state_passing_kernel` of `kernels` and then those of
+`delta_head_gradient_kernel` of `hopper/head_gradients`, with the same roundings. So the gradients of states
+are never stored, and operands of both are read once.
 
 Heads of 128 have two groups of four warps: each has half of the values of the state's gradient, and half of
 the channels of the gradients of queries and keys. No register is free, and spilled registers are in the L2
@@ -190,7 +190,7 @@ def hopper_backward_kernel(
     for before in range(begin, stop):
         chunk = begin + stop - 1 - before
         size = gl.minimum(hi - lo - chunk * C, C)
-        here = size >> 31  # 0, which the compiler does not know, as in `_gluon`
+        here = size >> 31  # 0, which the compiler does not know, as in `_tiles/hopper`
         chunk += here
         start = lo + chunk * C
         rh = (row0 + chunk) * HV + h
@@ -217,10 +217,12 @@ def hopper_backward_kernel(
             copy(q_s.index(1 - now), q + next_keys, HK * D, full)
             copy(k_s.index(1 - now), k + next_keys, HK * D, full)
 
-        # 1. dv, and the gradient of the state before the chunk, as in `reverse_kernel`. Other products begin.
+        # 1. dv, and the gradient of the state before the chunk, as in `delta_backward_state_passing_kernel`.
+        # Other products begin.
         rounded = dS.to(gl.bfloat16)
         d_v = gl.zeros([D, C], gl.float32, VALUES)
-        # This is the order of Triton's compiler in `reverse_kernel`: another one would change bits.
+        # This is the order of Triton's compiler in `delta_backward_state_passing_kernel`: another one would
+        # change bits.
         by_state = gl.convert_layout(rounded, OF_STATE)
         d_v = warpgroup_mma(by_state, W_.permute((1, 0)), d_v, use_acc=False, is_async=True)
         d_v = warpgroup_mma(do_.permute((1, 0)), P_.permute((1, 0)), d_v, is_async=True)
@@ -247,7 +249,7 @@ def hopper_backward_kernel(
         d_e = gl.convert_layout(high, OF_VALUES), gl.convert_layout(low, OF_VALUES)
         dS = _add_product(d_e, k_, dS)
 
-        # 2. The reads of queries, with the gradient do, as in `hopper_gradients`, and likewise below.
+        # 2. The reads of queries, with the gradient do, as in `hopper/head_gradients`, and likewise below.
         dS, pairs, dq_read = warpgroup_mma_wait(0, [dS, pairs, dq_read])
         diagonal = gl.sum(gl.where(is_itself, pairs, 0.0), 1) * scale
         diagonal = gl.convert_layout(diagonal, gl.SliceLayout(1, L))

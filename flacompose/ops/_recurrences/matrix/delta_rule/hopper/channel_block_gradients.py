@@ -191,8 +191,8 @@ def _through_pairs(pairs, roots_s, x_s, writer_s, read, written, sums_s, GATES: 
 
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def hopper_channel_block_gradient_kernel(
-    # The parameters of `channel_kernel` in `channel_kernels`, with the same meanings, and `mild_chunks`. As
-    # there, one kernel computes all gradients, so it has more than 25 parameters.
+    # The parameters of `delta_channel_gradient_kernel` in `channel_kernels`, with the same meanings, and
+    # `mild_chunks`. As there, one kernel computes all gradients, so it has more than 25 parameters.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     a,  # [tokens, H, K]
@@ -210,8 +210,8 @@ def hopper_channel_block_gradient_kernel(
     da,  # [tokens, HV, K]
     dbeta,  # [tokens, tiles of K, HV], to be added up
     dgk,  # [tokens, HV, K]
-    mild_chunks,  # [chunks, HV]; `hopper_channels` computes the chunks that are `MILD`
-    mild,  # [chunks, HV, tiles of K], whether `hopper_channels` or this kernel computes the tile
+    mild_chunks,  # [chunks, HV]; `hopper/channel_gradients` computes the chunks that are `MILD`
+    mild,  # [chunks, HV, tiles of K], whether `hopper/channel_gradients` or this kernel computes the tile
     cu_seqlens,
     T,
     N,

@@ -1,7 +1,7 @@
 """Gradients of chunks with factorisable gates of channels on Hopper, in Gluon: bfloat16, heads of 64 and 128.
 
-The kernel computes the chunks that `channel_pair_kernel` has marked as `MILD`, including the gradients of
-pairs. `hopper_channel_blocks` computes the other chunks. A product of two float32 factors is one of bfloat16
+The kernel computes the chunks that `hopper_channel_factor_kernel` has marked as `MILD`, including the gradients of
+pairs. `hopper/channel_block_gradients` computes the other chunks. A product of two float32 factors is one of bfloat16
 parts, because a product in TF32 requires the contracted axis to be the last of both operands in shared
 memory.
 """
@@ -144,7 +144,7 @@ def hopper_channel_gradient_kernel(
     da,  # [tokens, HV, K]
     dbeta,  # [tokens, tiles of K, HV], to be added up
     dgk,  # [tokens, HV, K]
-    mild_chunks,  # [chunks, HV], the marks from `channel_pair_kernel`
+    mild_chunks,  # [chunks, HV], the marks from `hopper_channel_factor_kernel`
     cu_seqlens,
     T,
     N,

@@ -16,7 +16,7 @@ from flacompose.ops._recurrences.matrix.gates_of_heads import LOG2_E
 from_block_middle = gluon.jit(gates_of_channels.from_block_middle.fn)
 size_of_gate = gluon.jit(gates_of_channels.size_of_gate.fn)
 
-# The marks of chunks that `channel_pair_kernel` of `hopper_channel_pairs` writes: gates are factorisable
+# The marks of chunks that `hopper_channel_factor_kernel` of `hopper/channel_factors` writes: gates are factorisable
 # about the chunk's middle, or only about the middles of blocks. 0 leaves a chunk to Triton's kernel.
 MILD = gl.constexpr(1)
 MILD_IN_BLOCKS = gl.constexpr(2)

@@ -279,7 +279,7 @@ def hopper_inverse_kernel(
     K: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Fills `Y` and, if given, `growth`, for `sweep_kernel` of `hopper_sweep`.
+    """Fills `Y` and, if given, `growth`, for `hopper_state_passing_kernel` of `hopper/state_passing`.
 
     `Y` has two parts: the larger ones on and above the diagonal, and the smaller ones, transposed, below it.
     """

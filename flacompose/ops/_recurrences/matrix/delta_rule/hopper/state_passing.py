@@ -1,8 +1,8 @@
 """State passing forwards in time on Hopper, in Gluon: bfloat16, heads of 64 and 128 keys and values.
 
-`hopper_state_passing_kernel` of `kernels` takes the matrices W and P of each chunk, which have to be written and read. This
-one takes only Y, and only half of the triangular matrix. With ``A[t, s] = q_t . k_s``, decayed by the gates
-between, it computes
+`hopper_state_passing_kernel` of `kernels` takes the matrices W and P of each chunk, which have to be written
+and read. This one takes only Y, and only half of the triangular matrix. With ``A[t, s] = q_t . k_s``, decayed
+by the gates between, it computes
 
     e = v - k_read S        u = diag(beta) Y e        o = scale * (q_read S + A u)        S <- total S + k_write^T u
 
@@ -104,7 +104,7 @@ def _store_numbers(numbers_s, slot, beta, sum, total):
 
 @gluon.jit
 def _load_inverse(Y, chunk, size, HV, C: gl.constexpr):
-    """The matrix that `inverse_kernel` has stored for a chunk, and zeros for a chunk without tokens."""
+    """The matrix that `hopper_inverse_kernel` has stored for a chunk, and zeros for a chunk without tokens."""
     ROWS: gl.constexpr = rows_of(C, gl.num_warps())
     s = gl.arange(0, C, gl.SliceLayout(1, ROWS))[:, None]
     t = gl.arange(0, C, gl.SliceLayout(0, ROWS))[None, :]
@@ -166,7 +166,7 @@ def hopper_state_passing_kernel(
     v,  # [tokens, HV, V]; v_token elements, a multiple of 8, separate its tokens
     beta,  # [tokens, HV]
     sums,  # [chunks, HV, C]
-    Y,  # [chunks, HV, C, C], from `inverse_kernel`
+    Y,  # [chunks, HV, C, C], from `hopper_inverse_kernel`
     growth,  # [chunks, HV]
     initial,  # [SEGMENTS, N, HV, K, V], before each segment
     o,  # [tokens, HV, V]
