@@ -416,7 +416,8 @@ def test_refused_dtypes(config, dtype, got):
         ((X[:1], RecurrentState(RECURRENT, CONV)), ValueError,
          "state.recurrent must have shape (1, 2, 4, 8), got (2, "),
         ((X, RecurrentState(RECURRENT)), ValueError, "state.conv must hold 3 tensors, got 0"),
-        ((X, MASK), TypeError, "state must be a RecurrentState, got Tensor (a mask is the keyword attention_mask)"),
+        ((X, MASK), TypeError, "state must be a RecurrentState, got Tensor (pass the state of the call before, "
+            "whole; a mask is the keyword attention_mask)"),
         ((X, (RECURRENT, CONV)), TypeError, "state must be a RecurrentState, got tuple"),
         ((X, RecurrentState(None, CONV)), TypeError, "state.recurrent must be a tensor, got NoneType"),
         ((X, RecurrentState(RECURRENT.long(), CONV)), TypeError, "state.recurrent must be float32, bfloat16, "),
