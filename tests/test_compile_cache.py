@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -10,6 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from flacompose import ops
+from flacompose.ops._operators import define
 
 ROOT = Path(__file__).parents[1]
 CODE = """
@@ -34,10 +38,11 @@ import json
 import sys
 import torch
 from torch._dynamo.utils import counters
-from flacompose.ops import _define, fused_recurrent_gla
+from flacompose.ops import fused_recurrent_gla
+from flacompose.ops._operators import define
 
 if len(sys.argv) > 1:
-    _define._SOURCES.src = sys.argv[1]
+    define._SOURCES.src = sys.argv[1]
 x = torch.zeros(1, 1, 2, 16, device="cuda" if torch.cuda.is_available() else "cpu")
 torch.compile(lambda x: fused_recurrent_gla(x, x, x)[0], fullgraph=True)(x)
 print(json.dumps(dict(counters["aot_autograd"])))
@@ -66,3 +71,8 @@ def test_other_code_compiles_again(tmp_path: Path) -> None:
     """What the compiler keeps has a kernel in it, so that it is found by this version's processes alone."""
     counters = [counted(TOKEN, *other, cache=tmp_path) for other in ((), (), ("other code",))]
     assert ["autograd_cache_hit" in x for x in counters] == [False, True, False], counters
+
+
+def test_all_of_the_operators_is_this_code() -> None:
+    files = sorted(Path(ops.__file__).parent.rglob("*.py"))
+    assert define._SOURCES.src == hashlib.sha256(b"".join(x.read_bytes() for x in files)).hexdigest()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from importlib import import_module
 from statistics import median
 
 import pytest
 import torch
 from contract.cases import NAMED
 from contract.problems import call, draw
-from families import flat
+from families import flat, part
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU = torch.device("cpu")
@@ -98,9 +97,7 @@ class Counted(TorchDispatchMode):
 )
 def test_what_no_gradient_asks_for_is_not_computed(family: str, operation: object, count: int) -> None:
     """The gradient of the initial state alone takes one sweep over the chunks, and nothing within them."""
-    eager, inputs = (
-        import_module(f"flacompose.ops._recurrences.{family}.{name}") for name in ("eager", "inputs")
-    )
+    eager, inputs = part(family, "eager"), part(family, "inputs")
     q, k, v, do = torch.randn(4, 1, 128, 2, 8)
     if family == "scan":
         given, do = inputs.Inputs(q[..., 0], -k[..., 0].abs(), torch.randn(1, 2)), do[..., 0]

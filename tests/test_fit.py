@@ -133,7 +133,7 @@ def test_sweep_in_gluon_fits() -> None:
     with tables_of(HOPPER):
         found = recorded([Call("", flat(delta_rule, "chunk"), "delta_rule_chunk", args)])
     (sweep,) = (launch for launch in found if launch.name == "hopper_state_passing_kernel")
-    assert sweep.module.endswith("hopper_sweep") and dict(sweep.options)["num_warps"] == 8
+    assert sweep.module.endswith("hopper.state_passing") and dict(sweep.options)["num_warps"] == 8
     assert sweep.excess(90) is None
 
 
@@ -282,7 +282,11 @@ def launches() -> dict[Launch, str]:
 def test_every_kernel_is_recorded(launches: dict[Launch, str]) -> None:
     """What `make fit` compiles has every kernel of every family in it."""
     names = {f"{launch.module}.{launch.name}" for launch in launches}
-    modules = {module for module in sys.modules if module.startswith("flacompose.ops._recurrences.")}
+    modules = {
+        module
+        for module in sys.modules
+        if module.startswith(("flacompose.ops._recurrences.", "flacompose.ops._tiles."))
+    }
     kernels = {
         f"{x.fn.__module__}.{name}"
         for module in modules

@@ -259,7 +259,7 @@ class _Sources:
 
     @cached_property
     def src(self) -> str:
-        files = sorted(Path(__file__).parent.rglob("*.py"))
+        files = sorted(Path(__file__).parents[1].rglob("*.py"))  # all of `ops`
         return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
