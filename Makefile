@@ -68,7 +68,7 @@ dev: $(VENV)/dev.stamp ## Set up for contributing, pre-commit hooks included
 	$(BIN)/pre-commit install
 
 clean: ## Remove the environment and everything built
-	rm -rf $(VENV) $(NEWEST) build dist site runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) build dist site runs .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # .venv/<extra>.stamp: the environment holds flacompose[<extra>] as pinned.
