@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,11 +19,10 @@ from torch import Tensor
 from flacompose.ops._recurrences.elementwise.scan.reference import scan
 from flacompose.ops._recurrences.elementwise.selective_scan.reference import selective_scan
 from flacompose.ops._recurrences.fused.slot_attention.reference import slot_attention
-from flacompose.ops._recurrences.matrix.channel_decay.reference import channel_decay
-from flacompose.ops._recurrences.matrix.delta_rule.reference import delta_rule
-from flacompose.ops._recurrences.matrix.head_decay.reference import head_decay
-from flacompose.ops._recurrences.matrix.low_rank.reference import low_rank
+from flacompose.ops._recurrences.matrix.reference import matrix_recurrence
 from flacompose.ops.retention import log_decay
+
+delta_rule = partial(matrix_recurrence, delta_rule=True)
 
 Functions = ModuleType | SimpleNamespace
 """The functions of a library, by name."""
@@ -253,11 +253,11 @@ def _reference(
 
 
 def _retention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return head_decay(q, k, v, g_gamma=log_decay(v.shape[2], q), scale=scale)
+    return matrix_recurrence(q, k, v, g_gamma=log_decay(v.shape[2], q), scale=scale)
 
 
 def _rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return low_rank(r, k, v, a, b, w)
+    return matrix_recurrence(r, k, v, gk=w, a=a, b=b, read_before=True)
 
 
 def _comba(
@@ -267,13 +267,13 @@ def _comba(
     groups = v.shape[2] // q.shape[2]
     q, k, p = (x.repeat_interleave(groups, 2) for x in (q, k, p))
     k = beta.unsqueeze(-1) * k
-    return low_rank(q, k, v, p, -k, g.unsqueeze(-1).expand(q.shape), scale=scale)
+    return matrix_recurrence(q, k, v, g, a=p, b=-k, scale=scale, read_before=True)
 
 
 def _gdn2(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    return delta_rule(q, k, w * v, torch.ones_like(v[..., 0]), gk=g, a=b * k, scale=scale)
+    return delta_rule(q, k, w * v, beta=torch.ones_like(v[..., 0]), gk=g, a=b * k, scale=scale)
 
 
 def _rwkv4(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -314,8 +314,8 @@ def _mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> tuple[Tenso
     """With weights as they are, for input gates of ordinary size."""
     scale, ones = q.shape[-1] ** -0.5, torch.ones_like(v[..., :1])
     options = {"g": F.logsigmoid(f), "beta": i.exp(), "scale": scale}
-    o, S = head_decay(q, k, v, **options)
-    return o / (head_decay(q, k, ones, **options)[0].abs().clamp(min=1) + 1e-6), S
+    o, S = matrix_recurrence(q, k, v, **options)
+    return o / (matrix_recurrence(q, k, ones, **options)[0].abs().clamp(min=1) + 1e-6), S
 
 
 def _op(name: str, reference: Callable[..., tuple[Tensor, Any]], inputs: Mapping[str, Draw], **fields) -> Op:
@@ -393,14 +393,14 @@ OPS = {
     for op in (
         _op(
             "gla",
-            _reference(channel_decay, g="gk"),
+            _reference(matrix_recurrence, g="gk"),
             {**QKV, "g": gate("B T H K")},
             recurrent_names={"g": "gk"},
         ),
-        _op("simple_gla", _reference(head_decay), {**QKV_GROUPED, "g": gate("B T HV")}),
+        _op("simple_gla", _reference(matrix_recurrence), {**QKV_GROUPED, "g": gate("B T HV")}),
         _op("retention", _reference(_retention), QKV_GROUPED),
         # The peer's chunk form would normalise, unless it is told not to.
-        _op("linear_attn", _reference(head_decay), QKV_GROUPED, options={"normalize": False}),
+        _op("linear_attn", _reference(matrix_recurrence), QKV_GROUPED, options={"normalize": False}),
         _op(
             "gsa",
             _reference(slot_attention),
@@ -409,7 +409,7 @@ OPS = {
         ),
         _op(
             "rwkv6",
-            _reference(channel_decay, r="q", w="gk"),
+            _reference(matrix_recurrence, r="q", w="gk"),
             {"r": ROWS, "k": ROWS, "v": QKV["v"], "u": Draw("H K"), "w": gate("B T H K")},
         ),
         _op(

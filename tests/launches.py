@@ -34,10 +34,8 @@ from flacompose.ops._recurrences.fused.normalizer import cuda as normalizer
 from flacompose.ops._recurrences.fused.rotary import cuda as rotation
 from flacompose.ops._recurrences.fused.slot_attention import cuda as slot_attention
 from flacompose.ops._recurrences.fused.ssd import cuda as ssd
-from flacompose.ops._recurrences.matrix.channel_decay import cuda as channel_decay
-from flacompose.ops._recurrences.matrix.delta_rule import cuda as delta_rule
-from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay
-from flacompose.ops._recurrences.matrix.low_rank import cuda as low_rank
+from flacompose.ops._recurrences.matrix import cuda as matrix
+from flacompose.ops._recurrences.matrix.inputs import SIGNATURE, Inputs
 from flacompose.ops._recurrences.short_conv import cuda as short_conv
 
 TYPES = {
@@ -209,12 +207,26 @@ def _calls(
 ) -> Iterator[Call]:
     """All forms of a family, and its backward for each of `masks`; there, gradients of `do` and of `states` arrive."""
     name = family.__name__.split(".")[-2]
-    forms = ("forward", ()), ("chunk", ()), ("recurrent", ()), ("steps", (3, 1)), ("ends", ())
-    for form, more in (*forms, ("update", (1,) if name == "delta_rule" else ())):
-        if hasattr(family, form) and not (form == "ends" and "g_gamma" in at):
+    for form, more in ("forward", ()), ("chunk", ()), ("recurrent", ()), ("steps", (3, 1)), ("ends", ()):
+        if hasattr(family, form):
             yield Call(at, flat(family, form), f"{name}_{form}", (*args, *more))
     for mask in masks:
         yield Call(at, flat(family, "backward"), f"{name}_backward", (*args, do, *states, mask))
+
+
+def _calls_of_matrix(at: str, masks: Iterable[str], state: Tensor, **given: Any) -> Iterator[Call]:
+    """All forms of a recurrence with a matrix state, and its backward where all gradients are wanted or a mask's."""
+    inputs = Inputs(**given, initial_state=state)
+    erases = inputs.delta_rule or inputs.b is not None
+    forms = ("chunk", ()), ("recurrent", ()), ("steps", (3, 1)), ("matrix_ends" if erases else "ends", ())
+    for form, more in (*forms, *([("update", (1,))] if inputs.delta_rule else [])):
+        if not (form == "ends" and inputs.g_gamma is not None):
+            yield Call(at, flat(matrix, form), f"matrix_recurrence_{form}", (*inputs, *more))
+    for names in ("", *masks):
+        wanted = names.split() or SIGNATURE.differentiable
+        mask = [x in wanted and getattr(inputs, x) is not None for x in SIGNATURE.differentiable]
+        call = (*inputs, inputs.v, state, mask)
+        yield Call(at, flat(matrix, "backward"), "matrix_recurrence_backward", call)
 
 
 def _described(dtype: torch.dtype, T: Size, bounds: Size | None, *sizes: str) -> str:
@@ -241,10 +253,10 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
         v, g, beta = new(B, T, HV, V, dtype=dtype), new(B, T, HV), new(B, T, HV)
         states = new(N, HV, K, V)
         for gates in ("", "g_gamma", "g", "g g_gamma", "g beta", "beta"):
-            present = g if "g" in gates.split() else None, new(HV) if "g_gamma" in gates else None
-            args = q, k, v, *present, beta if "beta" in gates else None, states, cu_seqlens, 1.0
-            masks = _masks("q k v g g_gamma beta initial_state", "q", "k", "v", "q k v", "g")
-            yield from _calls(f"head_decay {gates} groups={groups} {at}", head_decay, args, v, masks, states)
+            given = {"q": q, "k": k, "v": v, "cu_seqlens": cu_seqlens}
+            given |= {x: y for x, y in (("g", g), ("g_gamma", new(HV)), ("beta", beta)) if x in gates.split()}
+            masks = "q", "k", "v", "q k v", "g"
+            yield from _calls_of_matrix(f"head_decay {gates} groups={groups} {at}", masks, states, **given)
         for given in ("", "D z dt_bias", "D") if K <= 256 else ():
             D, z, bias = (x if name in given else None for name, x in (("D", g), ("z", v), ("dt_bias", g)))
             D, bias = (None if x is None else new(HV, *E) for x, E in ((D, (1,)), (bias, ())))
@@ -258,21 +270,20 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
         masks = _masks("q k x g beta floor initial_state", "q", "x", "q k x")
         yield from _calls(f"normalizer groups={groups} {at}", normalizer, args, v, masks, new(N, HV, K))
         for gates in ("", "a", "g", "g a", "g before", "g a before", "gk", "gk a"):
-            g_, gk_ = (g if "g" in gates.split() else None), (new(B, T, HV, K) if "gk" in gates else None)
-            a = k if "a" in gates.split() else None
-            args = q, k, v, beta, g_, gk_, a, states, cu_seqlens, 1.0, "before" in gates
-            masks = _masks("q k v beta g gk a initial_state", "q", "k", "v", "q k v")
-            yield from _calls(f"delta_rule {gates} groups={groups} {at}", delta_rule, args, v, masks, states)
+            given = {"q": q, "k": k, "v": v, "beta": beta, "cu_seqlens": cu_seqlens, "delta_rule": True}
+            given |= {x: y for x, y in (("g", g), ("gk", new(B, T, HV, K)), ("a", k)) if x in gates.split()}
+            masks, given["read_before"] = ("q", "k", "v", "q k v"), "before" in gates
+            yield from _calls_of_matrix(f"delta_rule {gates} groups={groups} {at}", masks, states, **given)
     if K == V and K in (64, 128) and bounds is None and isinstance(T, int):
         # So many programs that one kernel makes all gradients.
-        mask = [True] * 5 + [False] * 3
         for groups, gated in product((1, 2), (False, True)):
             q_, v_ = new(120, T, H, K, dtype=dtype), new(120, T, H * groups, V, dtype=dtype)
             gate = new(120, T, H * groups)
-            inputs = q_, q_, v_, gate, gate if gated else None, *[None] * 4, 1.0, False
-            args = *inputs, v_, None, mask
+            inputs = Inputs(q_, q_, v_, gate if gated else None, beta=gate, delta_rule=True)
+            mask = [getattr(inputs, x) is not None for x in SIGNATURE.differentiable]
             described = f"delta_rule, many rows, {'g ' if gated else ''}groups={groups} {at}"
-            yield Call(described, flat(delta_rule, "backward"), "delta_rule_backward", args)
+            args = *inputs, v_, None, mask
+            yield Call(described, flat(matrix, "backward"), "matrix_recurrence_backward", args)
 
     for R, halves in ((1, False), (4, True)):
         qs, v, bias = new(B, T, R, 1, K, dtype=dtype), new(B, T, H, V, dtype=dtype), new(H, R, K)
@@ -287,13 +298,20 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
 
     v = new(B, T, H, V, dtype=dtype)
     for gates, read_before in (("", True), ("gk", True), ("gk", False)):
-        args = q, k, v, k, k, gk if gates else None, state, cu_seqlens, 1.0, read_before
-        masks = _masks("q k v a b gk initial_state", "q k v a b", "v")
-        yield from _calls(f"low_rank {gates} {read_before} {at}", low_rank, args, v, masks, state)
+        given = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "a": k,
+            "b": k,
+            "gk": gk if gates else None,
+            "cu_seqlens": cu_seqlens,
+        }
+        described, masks = f"low_rank {gates} {read_before} {at}", ("q k v a b", "v")
+        yield from _calls_of_matrix(described, masks, state, **given, read_before=read_before)
     u = new(H, K)
     gate_dtypes = (dtype, torch.float64 if dtype == torch.float32 else torch.float32)
     gated = (
-        ("", {}),
         ("gk", {}),
         ("gv", {}),
         ("gk gv", {}),
@@ -302,13 +320,14 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
         ("gv", {"full_precision": True}),
     )
     for (gates, options), gate_dtype in product(gated, gate_dtypes):
-        given = {"gk": gk.to(gate_dtype), "gv": new(B, T, H, V, dtype=gate_dtype), "u": u}
-        present = (x if name in gates.split() else None for name, x in given.items())
-        args = q, k, v, *present, state, cu_seqlens, 1.0
-        args += options.get("softmax", False), options.get("full_precision", False)
-        masks = _masks("q k v gk gv u initial_state", "q", "k", "v", "q k v")
-        described = f"channel_decay {gates} {' '.join(options)} {at} {gate_dtype} gates"
-        yield from _calls(described, channel_decay, args, v, masks, state)
+        gated_by = {"gk": gk.to(gate_dtype), "gv": new(B, T, H, V, dtype=gate_dtype), "u": u}
+        given = {"q": q, "k": k, "v": v, "cu_seqlens": cu_seqlens, **options}
+        given |= {x: y for x, y in gated_by.items() if x in gates.split()}
+        described, masks = (
+            f"channel_decay {gates} {' '.join(options)} {at} {gate_dtype} gates",
+            ("q", "k", "v", "q k v"),
+        )
+        yield from _calls_of_matrix(described, masks, state, **given)
 
     # One token has one kernel, whatever the others have. The slots are as many as the values.
     for G in (1, 2) if bounds is None else ():

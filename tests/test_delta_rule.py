@@ -25,8 +25,8 @@ from flacompose.ops import (
     fused_recurrent_kda,
 )
 from flacompose.ops._recurrences import chunks
-from flacompose.ops._recurrences.matrix.delta_rule import op
-from flacompose.ops._recurrences.matrix.delta_rule.reference import delta_rule
+from flacompose.ops._recurrences.matrix import op
+from flacompose.ops._recurrences.matrix.reference import matrix_recurrence
 from flacompose.ops.gated_delta_rule import log_decay
 
 B, T, H, HV, K, V = 2, 70, 2, 4, 16, 12
@@ -97,7 +97,11 @@ def test_keys_that_are_alike(
         loss = (o * do.to(o)).sum(dtype=state.dtype) + (state * d_state).sum()
         return [o, state, *torch.autograd.grad(loss, list(leaves.values()))]
 
-    exact = evaluate(delta_rule, {name: y.double() for name, y in x.items()}, scale=K**-0.5)
+    exact = evaluate(
+        partial(matrix_recurrence, delta_rule=True),
+        {name: y.double() for name, y in x.items()},
+        scale=K**-0.5,
+    )
     actual = evaluate(chunk_gated_delta_rule, x, output_final_state=True)
     of_values = (5e-5 if beta == 2 and gate == 0 else 2e-5) if dtype == torch.float32 else 3 * 2**-9
     of_gradients = 1e-4 if dtype == torch.float32 else 4 * 2**-9
@@ -127,9 +131,9 @@ def test_both_gates(read_before: bool, device: torch.device) -> None:
         o, state = function({**x, "g": g, "gk": gk, "scale": 0.3, "read_before": read_before})
         return [o, state, *torch.autograd.grad(o.sin().sum() + state.cos().sum(), leaves)]
 
-    expected = evaluate(lambda given: delta_rule(**given))
+    expected = evaluate(lambda given: matrix_recurrence(**given, delta_rule=True))
     for form in (op.chunk, op.recurrent):
-        actual = evaluate(lambda given, form=form: form(*op.Inputs(**given)))
+        actual = evaluate(lambda given, form=form: form(*op.Inputs(**given, delta_rule=True)))
         assert_close(actual, expected, atol=1e-10, rtol=1e-10)
 
 
@@ -343,7 +347,7 @@ def test_beta_keeps_its_precision(dtype: torch.dtype, device: torch.device) -> N
     # From zeros, so that the update is all of the state. Rounding this `beta` costs 3.4e-3 or, in float16, 5e-4.
     x = inputs(device, dtype, B=1, T=1) | {"beta": torch.full((1, 1, HV), 0.5 + 7 * 2**-12, device=device)}
     one = torch.tensor([0, 1], device=device)
-    exact = delta_rule(**{name: y.double() for name, y in x.items()})[1]
+    exact = matrix_recurrence(delta_rule=True, **{name: y.double() for name, y in x.items()})[1]
     for form in (chunk_delta_rule, fused_recurrent_delta_rule):
         for bounds in (None, one):
             result = form(**x, output_final_state=True, cu_seqlens=bounds)[1]
@@ -426,12 +430,12 @@ def test_update(normalize: int, gate: str, device: torch.device) -> None:
     tensors["initial_state"] = torch.randn(B, HV, K, V, dtype=torch.float64, device=device)
 
     def update(output_final_state: bool, **tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return op.update(*op.Inputs(**tensors, scale=0.5), normalize)
+        return op.update(*op.Inputs(**tensors, scale=0.5, delta_rule=True), normalize)
 
     def reference(output_final_state: bool, q: Tensor, k: Tensor, **tensors: Tensor) -> tuple[Tensor, Tensor]:
         if normalize:
             q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-        return delta_rule(q, k, **tensors, scale=0.5)
+        return matrix_recurrence(q, k, **tensors, scale=0.5, delta_rule=True)
 
     assert_close(results(update, tensors), results(reference, tensors))
-    torch.library.opcheck(op.update, (*op.Inputs(**tensors, scale=0.5), normalize))
+    torch.library.opcheck(op.update, (*op.Inputs(**tensors, scale=0.5, delta_rule=True), normalize))

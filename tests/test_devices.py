@@ -65,7 +65,7 @@ def test_other_devices_compute_in_pytorch_and_say_so(key: str) -> None:
         assert run(op, key) == 2
 
 
-@pytest.mark.parametrize("op", ["channel_decay_chunk", "delta_rule_backward", "scan_recurrent", "scan_steps"])
+@pytest.mark.parametrize("op", ["matrix_recurrence_chunk", "matrix_recurrence_backward", "scan_steps"])
 def test_every_operator_has_an_implementation_for_xpu(op: str) -> None:
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"flacompose::{op}", "XPU")
 

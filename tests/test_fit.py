@@ -131,7 +131,7 @@ def test_sweep_in_gluon_fits() -> None:
     )
     args = q, q, q, beta, beta, None, None, None, None, 1.0, False
     with tables_of(HOPPER):
-        found = recorded([Call("", flat(delta_rule, "chunk"), "delta_rule_chunk", args)])
+        found = recorded([Call("", flat(delta_rule, "chunk"), "matrix_recurrence_chunk", args)])
     (sweep,) = (launch for launch in found if launch.name == "hopper_state_passing_kernel")
     assert sweep.module.endswith("hopper.state_passing") and dict(sweep.options)["num_warps"] == 8
     assert sweep.excess(90) is None
@@ -144,7 +144,7 @@ def test_joint_kernel_in_gluon_fits(rows: int, D: int) -> None:
     beta = torch.empty(rows, 130, 2, device="meta")
     args = q, q, q, beta, beta, None, None, None, None, 1.0, False, q, None, [True] * 5 + [False] * 3
     with tables_of(HOPPER):
-        found = recorded([Call("", flat(delta_rule, "backward"), "delta_rule_backward", args)])
+        found = recorded([Call("", flat(delta_rule, "backward"), "matrix_recurrence_backward", args)])
     (joint,) = (launch for launch in found if launch.name == "hopper_backward_kernel")
     programs = gradient_launches.AT_ONCE[D] // 132
     assert programs * (joint.compile(90).shared + 1024) <= HOPPER.shared_memory + 1024
@@ -265,7 +265,7 @@ def test_kernels_ahead_are_those_of_the_device(gpus: list[Properties], first: in
         gpus.reverse()
     q = torch.empty(1, 130, 2, 128, dtype=BFLOAT16, device="meta")
     args = q, q, q, q, q, None, None, None, 1.0, False, False
-    calls = [Call("", flat(channel_decay, "chunk"), "channel_decay_chunk", args)]
+    calls = [Call("", flat(channel_decay, "chunk"), "matrix_recurrence_chunk", args)]
     stages = [
         dict(launch.options)["num_stages"]
         for launch in recorded(calls)

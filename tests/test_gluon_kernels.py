@@ -49,7 +49,7 @@ from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import (
 )
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_gradients import hopper_head_gradient_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.state_passing import hopper_state_passing_kernel
-from flacompose.ops._recurrences.matrix.delta_rule.inputs import Inputs
+from flacompose.ops._recurrences.matrix.inputs import Inputs
 
 CPU = torch.device("cpu")
 OF_HEADS = {hopper_head_factor_kernel, hopper_head_gradient_kernel}
@@ -333,7 +333,9 @@ def test_pairs_of_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = torch.randn(3, 1, 140, 1, 64, dtype=torch.bfloat16)
     beta, g = torch.rand(2, 1, 140, 1)
     k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
-    inputs = Inputs(q, k, v, 2.5 * beta, -g, scale=0.3)  # beyond 2 a token enlarges the state
+    inputs = Inputs(
+        q, k, v, -g, beta=2.5 * beta, scale=0.3, delta_rule=True
+    )  # beyond 2 a token enlarges the state
 
     def pairs(chip: Chip) -> tuple[Tensor, Tensor]:
         with tables_of(chip), launching_by(run):
@@ -387,7 +389,7 @@ def test_keys_that_are_alike(beta: float, unlike: float) -> None:
     q, k, v = torch.randn(3, 1, 200, 2, 64)
     k = torch.nn.functional.normalize(k[:, :1] + unlike * k, dim=-1)
     q, k, v = (x.bfloat16() for x in (q, k, v))
-    inputs = Inputs(q, k, v, torch.full((1, 200, 2), beta), scale=0.125)
+    inputs = Inputs(q, k, v, beta=torch.full((1, 200, 2), beta), scale=0.125, delta_rule=True)
     exact = eager.forward(Inputs(*(x.double() if isinstance(x, Tensor) else x for x in inputs)))
     errors = []
     for chip in (HOPPER, AMPERE):

@@ -745,16 +745,21 @@ QKV = [(16,)] * 3
     ("function", "sizes", "T", "expected"),
     [
         (fused_recurrent_delta_rule, [*QKV, ()], 1, KERNEL),
-        (fused_recurrent_delta_rule, [*QKV, ()], 2, ["flacompose.delta_rule_recurrent.default"]),
-        (chunk_delta_rule, [*QKV, ()], 1, ["flacompose.delta_rule_chunk.default"]),
+        (fused_recurrent_delta_rule, [*QKV, ()], 2, ["flacompose.matrix_recurrence_recurrent.default"]),
+        (chunk_delta_rule, [*QKV, ()], 1, ["flacompose.matrix_recurrence_chunk.default"]),
         (fused_recurrent_gsa, [*QKV, (12,), (12,)], 1, KERNEL),
         pytest.param(
             *(fused_recurrent_gsa, [*QKV, (12,)], 1, KERNEL),
             # test_kernels_of_a_step sees it elsewhere, by the layer of ABC.
             marks=pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="indexing asks for CUDA"),
         ),
-        (fused_recurrent_gsa, [*QKV, (12,), (12,)], 2, ["flacompose.channel_decay_recurrent.default"] * 2),
-        (chunk_gsa, [*QKV, (12,), (12,)], 1, ["flacompose.channel_decay_chunk.default"] * 2),
+        (
+            fused_recurrent_gsa,
+            [*QKV, (12,), (12,)],
+            2,
+            ["flacompose.matrix_recurrence_recurrent.default"] * 2,
+        ),
+        (chunk_gsa, [*QKV, (12,), (12,)], 1, ["flacompose.matrix_recurrence_chunk.default"] * 2),
     ],
 )
 def test_inductor_launches_one_token_itself(

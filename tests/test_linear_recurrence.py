@@ -17,6 +17,7 @@ from torch.testing import assert_close
 
 from flacompose import ops
 from flacompose.ops import linear_recurrence
+from flacompose.ops._recurrences.matrix.inputs import Inputs, scheme
 
 PAGE = (Path(__file__).parents[1] / "docs" / "ops" / "linear_recurrence.md").read_text(encoding="utf-8")
 BEFORE_TABLE, TABLE = PAGE.split("<!-- recurrences:end -->")[0].split("<!-- recurrences:begin -->")
@@ -154,7 +155,8 @@ def test_choices_without_a_function(family: str, names: str, HV: int) -> None:
     leaves = [x.requires_grad_() for x in tensors.values()]
     with recorded() as calls:
         actual = linear_recurrence(**tensors, **words, output_final_state=True)
-    assert [op.name() for op, _, _ in calls] == [f"flacompose::{family}_chunk"]
+    ((op, args, _),) = calls
+    assert op.name() == "flacompose::matrix_recurrence_chunk" and scheme(Inputs(*args)) == family
     expected = by_tokens(**tensors, **words)
     gradients = [torch.autograd.grad(o.sin().sum() + S.cos().sum(), leaves) for o, S in (actual, expected)]
     for x, y in zip((*actual, *gradients[0]), (*expected, *gradients[1]), strict=True):
@@ -177,7 +179,7 @@ def test_one_row_one_token_and_packed(family: str, names: str) -> None:
     for n, lo, hi, form in ((0, 0, 1, "recurrent"), (2, 1, 40, "chunk")):
         with recorded() as calls:
             part, state = linear_recurrence(**window(tensors, lo, hi), **words, output_final_state=True)
-        assert [op.name() for op, _, _ in calls] == [f"flacompose::{family}_{form}"]
+        assert [op.name() for op, _, _ in calls] == [f"flacompose::matrix_recurrence_{form}"]
         close(o[:, lo:hi], part)
         close(states[n], state[0])
 
@@ -193,7 +195,7 @@ def test_exported_it_is_one_node_for_every_length(family: str, names: str) -> No
     T = Dim("T", min=2, max=4096)
     shapes = {name: None if name == "u" else {1: T} for name in tensors}
     program = export(Module(), (tensors,), dynamic_shapes=(shapes,))
-    assert op_nodes(program.graph_module) == [f"flacompose::{family}_chunk"]
+    assert op_nodes(program.graph_module) == ["flacompose::matrix_recurrence_chunk"]
     longer = {name: x if name == "u" else torch.cat([x, x], 1) for name, x in tensors.items()}
     for x, y in zip(program.module()(longer), Module()(longer)):
         close(x, y)

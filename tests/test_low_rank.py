@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy
 import pytest
@@ -20,7 +21,7 @@ from flacompose.ops import (
     fused_recurrent_comba,
     fused_recurrent_dplr_delta_rule,
 )
-from flacompose.ops._recurrences.matrix.low_rank.reference import low_rank
+from flacompose.ops._recurrences.matrix.reference import matrix_recurrence
 
 B, T, H, K, V = 2, 150, 2, 16, 12
 
@@ -47,6 +48,10 @@ def results(form, inputs: list[Tensor], **options) -> list[Tensor]:
     return [o.detach(), state.detach(), *torch.autograd.grad((o, state), leaves, arriving)]
 
 
+def reference(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, **options: Any) -> Any:
+    return matrix_recurrence(q, k, v, gk=gk, a=a, b=b, read_before=True, **options)
+
+
 @pytest.mark.parametrize("decay", [0.0, -1e-3, -0.3, -30.0])
 @pytest.mark.parametrize("strongest", [False, True], ids=["erases", "reflects"])
 @pytest.mark.parametrize("keys", ["one", "few", "all"])
@@ -59,7 +64,7 @@ def test_keys_that_erase(keys: str, strongest: bool, decay: float, device: torch
     q, k, v, g = tokens(torch.device("cpu"), torch.float64)
     k = {"one": k[:, :1].expand(k.shape), "few": k[:, torch.arange(T) % 3], "all": k}[keys]
     inputs = [x.float() for x in (q, k, v, -k, product * k, torch.full_like(g, decay))]
-    exact = results(low_rank, [x.double() for x in inputs], scale=0.5)
+    exact = results(reference, [x.double() for x in inputs], scale=0.5)
     options = {"scale": 0.5, "output_final_state": True}
     for form in (chunk_dplr_delta_rule, fused_recurrent_dplr_delta_rule):
         mine = results(form, [x.to(device) for x in inputs], **options)
@@ -81,7 +86,7 @@ def test_keys_that_erase_in_bfloat16(keys: str, decay: float | str, device: torc
     if decay == "resets":
         gk = torch.where(drawn(*g.shape, seed=9) > 1.3, -20.0, gk)
     inputs = [x.bfloat16() for x in (q, k, v, -k, gk.exp() * k, gk)]
-    exact = results(low_rank, [x.double() for x in inputs], scale=0.5)
+    exact = results(reference, [x.double() for x in inputs], scale=0.5)
     options = {"scale": 0.5, "output_final_state": True}
     mine = results(chunk_dplr_delta_rule, [x.to(device) for x in inputs], **options)
     for i, (x, y) in enumerate(zip(mine, exact, strict=True)):

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flacompose.ops import chunk_gsa, fused_recurrent_gsa, gsa
 
-TOKEN, RECURRENT = "flacompose::slot_attention_token", "flacompose::channel_decay_recurrent"
+TOKEN, RECURRENT = "flacompose::slot_attention_token", "flacompose::matrix_recurrence_recurrent"
 CASES = [
     replace(NAMED["chunk_gsa"], name="gated", function=fused_recurrent_gsa),
     replace(NAMED["fused_recurrent_gsa-grouped"], name="grouped"),
@@ -68,7 +68,7 @@ def test_one_operator(case: OpCase, device: torch.device) -> None:
     assert called(drawn(T=1, K=513)) == [RECURRENT] * 3
     assert called(drawn(T=1, V=513)) == [RECURRENT] * 3
     chunk = replace(case, function=chunk_gsa)
-    assert called(draw(chunk, device, T=1)) == ["flacompose::channel_decay_chunk"] * 2
+    assert called(draw(chunk, device, T=1)) == ["flacompose::matrix_recurrence_chunk"] * 2
 
 
 @each

@@ -276,7 +276,7 @@ def test_who_calls_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(torch.compiler, "_is_compiling_flag", True)
         assert called(given) == ["ssd_forward"]
-    composed = ["head_decay_chunk", "gated_skip_forward"]
+    composed = ["matrix_recurrence_chunk", "gated_skip_forward"]
     wide = (*given[:3], *(x.repeat(1, 1, 1, 60) for x in given[3:5]), *given[5:])
     assert called(wide) == called(few(torch.device("cpu"))) == composed
     with monkeypatch.context() as patch:
@@ -286,7 +286,7 @@ def test_who_calls_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(op, "sharing", lambda: True)
         patch.setattr(op.eager, "composed", lambda inputs, *_: (inputs.x, inputs.x))
         assert called(given) == []
-    assert called(given, graph=True) == ["flacompose::head_decay_chunk"]
+    assert called(given, graph=True) == ["flacompose::matrix_recurrence_chunk"]
 
 
 def test_heads_of_any_size_in_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,7 +376,7 @@ def test_exported_as_one_node(device: torch.device) -> None:
     program = exported(device)
     decomposed = program.run_decompositions()
     for form in (program, decomposed):
-        assert op_nodes(form.graph_module) == ["flacompose::head_decay_chunk"]
+        assert op_nodes(form.graph_module) == ["flacompose::matrix_recurrence_chunk"]
         for T in (2, 3, 63, 64, 65, 165):
             inputs = arguments(device, T)
             assert error(form.module()(*inputs), Scan()(*inputs)) <= 1e-6

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from contract.graphs import op_nodes
-from families import PACKAGES, part
+from families import CHOICES, PACKAGES, axes, operator, part, reference
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -44,18 +44,21 @@ class Case(NamedTuple):
 
     @property
     def reference(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        return getattr(part(self.family, "reference"), self.family)
+        return reference(self.family)
 
     def inputs(self, tokens: int = T, rows: int = 2, dtype: torch.dtype = torch.float64) -> Any:
         """Some gates keep nearly everything, and some nothing."""
         module, generator = part(self.family, "inputs"), torch.Generator().manual_seed(0)
         found: dict[str, Any] = {}
-        for name, axes in module.SIGNATURE.axes.items():
+        needed = {"delta_rule": ("beta",), "low_rank": ("a", "b")}.get(self.family, ())
+        for name, of_name in axes(self.family).items():
             optional = name in module.Inputs._field_defaults
-            if name not in module.Inputs._fields or (optional and name not in self.given):
+            if name not in module.Inputs._fields or (optional and name not in (*needed, *self.given)):
                 continue
             sizes = SIZES | {"B": rows, "T": tokens, "N": rows}
-            x = torch.randn([sizes[axis] for axis in axes.split()], dtype=torch.float64, generator=generator)
+            x = torch.randn(
+                [sizes[axis] for axis in of_name.split()], dtype=torch.float64, generator=generator
+            )
             if name in ("g", "g_gamma", "gk", "gv", "A"):
                 x = -0.1 * x.abs()
             if name in ("dt", "beta"):
@@ -63,12 +66,17 @@ class Case(NamedTuple):
             if self.family in MATRICES:  # so that the product of all matrices stays small
                 x = torch.nn.functional.normalize(x, dim=-1) if name in ("k", "a", "b") else x
                 x = x * {"beta": 0.3, "b": 0.1}.get(name, 1.0)
-            if "T" in axes.split() and name.startswith("g"):
+            if "T" in of_name.split() and name.startswith("g"):
                 x[:, 3::77, ..., 0] = -torch.inf
             if name == "A":
                 x[0, 0] = -torch.inf
             found[name] = x.to(dtype).requires_grad_()
-        return module.Inputs(**found, **dict(self.options))
+        return module.Inputs(**found, **(CHOICES.get(self.family, {}) | dict(self.options)))
+
+    @property
+    def ends(self) -> str:
+        """The operator of the transition."""
+        return f"{operator(self.family)}_{'matrix_ends' if self.family in MATRICES else 'ends'}"
 
     def tensors(self, inputs: Any) -> dict[str, Tensor]:
         """Those of the inputs that have gradients, by name."""
@@ -83,8 +91,7 @@ class Case(NamedTuple):
 
     def stretches(self, inputs: Any, cuts: list[int] | None = None) -> list[Any]:
         cuts = [*CUTS] if cuts is None else cuts
-        axes = part(self.family, "inputs").SIGNATURE.axes
-        of_tokens = [name for name in self.tensors(inputs) if "T" in axes[name].split()]
+        of_tokens = [name for name in self.tensors(inputs) if "T" in axes(self.family)[name].split()]
         pieces = []
         for start, end in zip(cuts, cuts[1:]):
             new: dict[str, Any] = {name: getattr(inputs, name)[:, start:end] for name in of_tokens}
@@ -118,8 +125,8 @@ packed = pytest.mark.parametrize("bounds", [None, [0, 40, 40, 90, 150], [0, 60, 
 
 
 def test_every_family_with_maps_has_a_case() -> None:
-    mapped = {name for name in PACKAGES if hasattr(torch.ops.flacompose, f"{name}_ends")}
-    assert {case.family for case in CASES} == mapped
+    mapped = {name for name in map(operator, PACKAGES) if hasattr(torch.ops.flacompose, f"{name}_ends")}
+    assert {operator(case.family) for case in CASES} == mapped
 
 
 def drawn(case: Case, bounds: list[int] | None) -> Any:
@@ -229,7 +236,7 @@ def test_second_derivative_of_what_one_token_ends_in() -> None:
 @pytest.mark.parametrize("bounds", [None, [0, 40, 40, 90, 140]], ids=["dense", "packed"])
 def test_opcheck(case: Case, bounds: list[int] | None) -> None:
     inputs = drawn(case, bounds)._replace(initial_state=None)
-    op = getattr(torch.ops.flacompose, f"{case.family}_ends").default
+    op = getattr(torch.ops.flacompose, case.ends).default
     torch.library.opcheck(op, [*inputs])
 
 
@@ -243,12 +250,11 @@ def test_graph(case: Case) -> None:
             return A(torch.ones_like(end)), end
 
     inputs = case.inputs(20)
-    axes = part(case.family, "inputs").SIGNATURE.axes
     tensors = case.tensors(inputs)
     length = torch.export.Dim("T", min=2, max=2**20)
-    dims = {name: {1: length} if "T" in axes[name].split() else None for name in tensors}
+    dims = {name: {1: length} if "T" in axes(case.family)[name].split() else None for name in tensors}
     program = torch.export.export(Stretch(), (tensors,), dynamic_shapes=(dims,))
-    assert op_nodes(program.graph_module) == [f"flacompose::{case.family}_ends"]
+    assert op_nodes(program.graph_module) == [f"flacompose::{case.ends}"]
     compiled = torch.compile(Stretch(), fullgraph=True, dynamic=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for tokens in (20, 3, 150):

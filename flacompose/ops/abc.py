@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flacompose.ops._recurrences.matrix.channel_decay import op
+from flacompose.ops._recurrences.matrix import op
 from flacompose.ops.gsa import run
 
 

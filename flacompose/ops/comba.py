@@ -10,8 +10,8 @@ from flacompose._errors import ValueError
 from flacompose.ops._arguments import require
 from flacompose.ops._arguments.call import check, run
 from flacompose.ops._arguments.intermediate_states import recurrent_form
-from flacompose.ops._recurrences.matrix.delta_rule import op
-from flacompose.ops._recurrences.matrix.delta_rule.eager import normalized
+from flacompose.ops._recurrences.matrix import op
+from flacompose.ops._recurrences.matrix.eager import normalized
 from flacompose.ops._tensors.packed import without_tail
 
 
@@ -70,7 +70,19 @@ def chunk_comba(
     """
     before = reads_before(erase)
     scale = require.scale(scale, q)
-    given = op.Inputs(q, k, v, beta, g, None, p, initial_state, cu_seqlens, scale, before)
+    given = op.Inputs(
+        q,
+        k,
+        v,
+        g,
+        beta=beta,
+        a=p,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        delta_rule=True,
+        read_before=before,
+    )
     require.flags(output_final_state=output_final_state)
     return run(op.chunk, _inputs(given, use_qk_l2norm_in_kernel), output_final_state)
 
@@ -102,13 +114,25 @@ def fused_recurrent_comba(
     before = reads_before(erase)
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
     scale = require.scale(scale, q)
-    given = op.Inputs(q, k, v, beta, g, None, p, initial_state, cu_seqlens, scale, before)
+    given = op.Inputs(
+        q,
+        k,
+        v,
+        g,
+        beta=beta,
+        a=p,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        delta_rule=True,
+        read_before=before,
+    )
     return run(form, _inputs(given, use_qk_l2norm_in_kernel), wanted)
 
 
 def _inputs(given: op.Inputs, use_qk_l2norm_in_kernel: bool) -> op.Inputs:
     """Check the arguments, `p` being the `a` of the delta rule, and normalise."""
-    check(op, given, {"a": "p"}, required=("g", "a"))
+    check(op, given, {"a": "p"}, required=("beta", "g", "a"))
     assert given.a is not None
     q, k, p = given.q, given.k, given.a
     require.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)

@@ -9,8 +9,8 @@ from torch import Tensor
 from flacompose.ops._arguments import require
 from flacompose.ops._arguments.call import check, run
 from flacompose.ops._arguments.intermediate_states import recurrent_form
-from flacompose.ops._recurrences.matrix.delta_rule import op
-from flacompose.ops._recurrences.matrix.delta_rule.eager import normalized
+from flacompose.ops._recurrences.matrix import op
+from flacompose.ops._recurrences.matrix.eager import normalized
 from flacompose.ops._tensors.packed import without_tail
 
 
@@ -62,8 +62,10 @@ def chunk_delta_rule(
         TypeError: If an argument has the wrong type or dtype.
     """
     scale = require.scale(scale, q)
-    inputs = op.Inputs(q, k, v, beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
-    check(op, inputs, output_final_state=output_final_state)
+    inputs = op.Inputs(
+        q, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, delta_rule=True
+    )
+    check(op, inputs, required=("beta",), output_final_state=output_final_state)
     require.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if use_qk_l2norm_in_kernel:
         inputs = with_norms(inputs)
@@ -93,8 +95,10 @@ def fused_recurrent_delta_rule(
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
     scale = require.scale(scale, q)
-    inputs = op.Inputs(q, k, v, beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
-    check(op, inputs)
+    inputs = op.Inputs(
+        q, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, delta_rule=True
+    )
+    check(op, inputs, required=("beta",))
     require.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if use_qk_l2norm_in_kernel:
         inputs = with_norms(inputs)

@@ -9,7 +9,7 @@ from torch import Tensor
 from flacompose.ops._arguments import require
 from flacompose.ops._arguments.call import check, run
 from flacompose.ops._arguments.intermediate_states import recurrent_form
-from flacompose.ops._recurrences.matrix.low_rank import op
+from flacompose.ops._recurrences.matrix import op
 
 
 def chunk_dplr_delta_rule(
@@ -60,8 +60,19 @@ def chunk_dplr_delta_rule(
         TypeError: If an argument has the wrong type or dtype.
     """
     scale = require.scale(scale, q)
-    inputs = op.Inputs(q, k, v, a, b, gk, initial_state, cu_seqlens, scale)
-    check(op, inputs, required=("gk",), output_final_state=output_final_state)
+    inputs = op.Inputs(
+        q,
+        k,
+        v,
+        gk=gk,
+        a=a,
+        b=b,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        read_before=True,
+    )
+    check(op, inputs, required=("gk", "a", "b"), shared_heads=False, output_final_state=output_final_state)
     return run(op.chunk, inputs, output_final_state)
 
 
@@ -89,6 +100,17 @@ def fused_recurrent_dplr_delta_rule(
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
     scale = require.scale(scale, q)
-    inputs = op.Inputs(q, k, v, a, b, gk, initial_state, cu_seqlens, scale)
-    check(op, inputs, required=("gk",))
+    inputs = op.Inputs(
+        q,
+        k,
+        v,
+        gk=gk,
+        a=a,
+        b=b,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        read_before=True,
+    )
+    check(op, inputs, required=("gk", "a", "b"), shared_heads=False)
     return run(form, inputs, wanted)

@@ -14,8 +14,8 @@ from flacompose.ops._arguments.call import check, run
 from flacompose.ops._arguments.intermediate_states import recurrent_form
 from flacompose.ops._operators.bounds import verified
 from flacompose.ops._operators.checked import check_values, checking
-from flacompose.ops._recurrences.matrix.delta_rule import op
-from flacompose.ops._recurrences.matrix.delta_rule.eager import normalized
+from flacompose.ops._recurrences.matrix import op
+from flacompose.ops._recurrences.matrix.eager import normalized
 from flacompose.ops._tensors.dtype import upcast
 from flacompose.ops._tensors.packed import stretched, without_tail
 
@@ -131,7 +131,12 @@ def _product(
     require.same_dtype(q, "k", k)
     scale = require.scale(scale, q)
     # The operator takes one query per step, so keys replace queries in this check.
-    check(op, op.Inputs(k, k, v, beta, initial_state=initial_state, cu_seqlens=cu_seqlens), values=False)
+    check(
+        op,
+        op.Inputs(k, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
+        required=("beta",),
+        values=False,
+    )
     require.optional(q, "g", g, (B, T, v.shape[2]))
     if checking():
         given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
@@ -149,6 +154,16 @@ def _product(
         # of the steps that do not decay, it would get their rounding errors.
         g = torch.where(upcast(g).exp() == 0, g.detach(), g)
         g = F.pad(g.unsqueeze(2), (0, 0, 0, n - 1)).flatten(1, 2)
-    inputs = op.Inputs(q, k, v, beta, g, None, None, initial_state, stretched(cu_seqlens, n), scale)
+    inputs = op.Inputs(
+        q,
+        k,
+        v,
+        g,
+        beta=beta,
+        initial_state=initial_state,
+        cu_seqlens=stretched(cu_seqlens, n),
+        scale=scale,
+        delta_rule=True,
+    )
     o, final_state = run(form, inputs, output_final_state)
     return o.unflatten(1, (T, n))[:, :, -1].contiguous(), final_state

@@ -13,7 +13,7 @@ from flacompose.ops._arguments import require
 from flacompose.ops._arguments.call import check, run
 from flacompose.ops._arguments.intermediate_states import recurrent_form
 from flacompose.ops._operators.checked import check_parameters, checking
-from flacompose.ops._recurrences.matrix.delta_rule import op
+from flacompose.ops._recurrences.matrix import op
 from flacompose.ops._tensors.dtype import upcast
 from flacompose.ops._tensors.gates import bounded
 from flacompose.ops._tensors.packed import without_tail
@@ -79,9 +79,19 @@ def chunk_gated_delta_rule(
         TypeError: If an argument has the wrong type or dtype.
     """
     scale = require.scale(scale, q)
-    inputs = op.Inputs(q, k, v, beta, g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+    inputs = op.Inputs(
+        q,
+        k,
+        v,
+        g,
+        beta=beta,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        delta_rule=True,
+    )
     logits = () if use_gate_in_kernel is False else ("g",)
-    check(op, inputs, required=("g",), logits=logits, output_final_state=output_final_state)
+    check(op, inputs, required=("beta", "g"), logits=logits, output_final_state=output_final_state)
     inputs = with_gates(
         inputs, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
         allow_neg_eigval,
@@ -118,9 +128,19 @@ def fused_recurrent_gated_delta_rule(
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
     scale = require.scale(scale, q)
-    inputs = op.Inputs(q, k, v, beta, g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+    inputs = op.Inputs(
+        q,
+        k,
+        v,
+        g,
+        beta=beta,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        delta_rule=True,
+    )
     logits = () if use_gate_in_kernel is False else ("g",)
-    check(op, inputs, required=("g",), logits=logits)
+    check(op, inputs, required=("beta", "g"), logits=logits)
     inputs = with_gates(
         inputs, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
         allow_neg_eigval,

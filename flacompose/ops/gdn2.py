@@ -12,9 +12,8 @@ from flacompose.ops._arguments import require
 from flacompose.ops._arguments.call import check, run
 from flacompose.ops._arguments.intermediate_states import recurrent_form
 from flacompose.ops._operators.checked import check_values, checking
-from flacompose.ops._recurrences.matrix.delta_rule import op
-from flacompose.ops._recurrences.matrix.delta_rule.eager import normalized
-from flacompose.ops._recurrences.matrix.head_decay import op as head_decay
+from flacompose.ops._recurrences.matrix import op
+from flacompose.ops._recurrences.matrix.eager import normalized
 from flacompose.ops._tensors.dtype import autocast_dtype, product
 from flacompose.ops._tensors.packed import without_tail
 from flacompose.ops.gated_delta_rule import decay
@@ -147,9 +146,8 @@ def _run(
 ) -> tuple[Tensor, Tensor | None]:
     """Check the arguments, apply the gates, and call one form of the delta rule's op."""
     scale = require.scale(scale, q)
-    # Checked with the signature of head decay, which needs no `beta`: here it is computed.
-    given = head_decay.Inputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
-    check(head_decay, given, output_final_state=output_final_state)
+    given = op.Inputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+    check(op, given, output_final_state=output_final_state)
     require.like(q, "g", g, (*v.shape[:3], q.shape[3]))
     require.like(q, "b", b, k.shape)
     require.like(q, "w", w, v.shape)
@@ -165,5 +163,16 @@ def _run(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     erased, written = product(k, b), product(v, w)
     beta = torch.ones_like(written[..., 0])
-    inputs = op.Inputs(q, k, written, beta, None, g, erased, initial_state, cu_seqlens, scale)
+    inputs = op.Inputs(
+        q,
+        k,
+        written,
+        gk=g,
+        beta=beta,
+        a=erased,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        delta_rule=True,
+    )
     return run(form, inputs, output_final_state)

@@ -9,7 +9,7 @@ from torch import Tensor
 from flacompose.ops._arguments import require
 from flacompose.ops._arguments.call import check, run
 from flacompose.ops._arguments.intermediate_states import recurrent_form
-from flacompose.ops._recurrences.matrix.channel_decay import op
+from flacompose.ops._recurrences.matrix import op
 
 
 def chunk_gla(
@@ -51,7 +51,9 @@ def chunk_gla(
     """
     scale = require.scale(scale, q)
     inputs = op.Inputs(q, k, v, gk=g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
-    check(op, inputs, {"gk": "g"}, required=("gk",), output_final_state=output_final_state)
+    check(
+        op, inputs, {"gk": "g"}, required=("gk",), shared_heads=False, output_final_state=output_final_state
+    )
     return run(op.chunk, inputs, output_final_state)
 
 
@@ -87,6 +89,6 @@ def fused_recurrent_gla(
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
     scale = require.scale(scale, q)
-    inputs = op.Inputs(q, k, v, gk, gv, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
-    check(op, inputs)
+    inputs = op.Inputs(q, k, v, gk=gk, gv=gv, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+    check(op, inputs, shared_heads=False)
     return run(form, inputs, wanted)

@@ -18,7 +18,7 @@ from flacompose.ops._composed.logsumexp import running_logsumexp
 from flacompose.ops._operators.bounds import verified
 from flacompose.ops._operators.checked import check_values, checking
 from flacompose.ops._recurrences.fused.slot_attention import op as slot_attention
-from flacompose.ops._recurrences.matrix.channel_decay import op
+from flacompose.ops._recurrences.matrix import op
 from flacompose.ops._tensors.dtensor import flatten, unflatten
 from flacompose.ops._tensors.dtype import autocast_dtype, state_dtype
 from flacompose.ops._tensors.grouped_queries import by_head, in_turn, spread

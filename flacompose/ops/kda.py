@@ -9,7 +9,7 @@ from torch import Tensor
 from flacompose.ops._arguments import require
 from flacompose.ops._arguments.call import check, run
 from flacompose.ops._arguments.intermediate_states import recurrent_form
-from flacompose.ops._recurrences.matrix.delta_rule import op
+from flacompose.ops._recurrences.matrix import op
 from flacompose.ops.gated_delta_rule import with_gates
 
 
@@ -77,9 +77,21 @@ def chunk_kda(
         TypeError: If an argument has the wrong type or dtype.
     """
     scale = require.scale(scale, q)
-    inputs = op.Inputs(q, k, v, beta, gk=g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+    inputs = op.Inputs(
+        q,
+        k,
+        v,
+        gk=g,
+        beta=beta,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        delta_rule=True,
+    )
     logits = () if use_gate_in_kernel is False else ("gk",)
-    check(op, inputs, {"gk": "g"}, required=("gk",), logits=logits, output_final_state=output_final_state)
+    check(
+        op, inputs, {"gk": "g"}, required=("beta", "gk"), logits=logits, output_final_state=output_final_state
+    )
     inputs = with_gates(
         inputs, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, lower_bound,
@@ -117,9 +129,19 @@ def fused_recurrent_kda(
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
     scale = require.scale(scale, q)
-    inputs = op.Inputs(q, k, v, beta, gk=g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+    inputs = op.Inputs(
+        q,
+        k,
+        v,
+        gk=g,
+        beta=beta,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        delta_rule=True,
+    )
     logits = () if use_gate_in_kernel is False else ("gk",)
-    check(op, inputs, {"gk": "g"}, required=("gk",), logits=logits)
+    check(op, inputs, {"gk": "g"}, required=("beta", "gk"), logits=logits)
     inputs = with_gates(
         inputs, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, lower_bound,

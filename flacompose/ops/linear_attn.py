@@ -13,7 +13,7 @@ from flacompose._errors import TypeError
 from flacompose.ops._arguments import require
 from flacompose.ops._arguments.call import check, run
 from flacompose.ops._arguments.intermediate_states import recurrent_form
-from flacompose.ops._recurrences.matrix.head_decay import op
+from flacompose.ops._recurrences.matrix import op
 from flacompose.ops._tensors.dtype import autocast_dtype, autocast_on, upcast
 from flacompose.ops._tensors.packed import sequence_count
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,12 +10,8 @@ from torch import Tensor
 from flacompose._errors import ValueError
 from flacompose.ops._arguments import require
 from flacompose.ops._arguments.call import check, run
-from flacompose.ops._operators.checked import check_values, checking
 from flacompose.ops._parallel.ranks import sharing
-from flacompose.ops._recurrences.matrix.channel_decay import op as channel_decay
-from flacompose.ops._recurrences.matrix.delta_rule import op as delta_rule
-from flacompose.ops._recurrences.matrix.head_decay import op as head_decay
-from flacompose.ops._recurrences.matrix.low_rank import op as low_rank
+from flacompose.ops._recurrences.matrix import op
 from flacompose.ops._tensors.dtype import autocast_dtype, upcast
 from flacompose.ops._tensors.packed import without_tail
 from flacompose.ops._tensors.sizes import always_true
@@ -92,63 +86,56 @@ def linear_recurrence(
         TypeError: If an argument has the wrong type or dtype.
     """
     scale = require.scale(scale, q)
-    inputs = head_decay.Inputs(q, k, v, g, None, beta, initial_state, cu_seqlens, scale)
-    check(head_decay, inputs, output_final_state=output_final_state)
-    (B, T, HV, V), (H, K) = v.shape, q.shape[2:]
-    require.optional(q, "gk", gk, (B, T, HV, K))
-    require.optional(q, "gv", gv, (B, T, HV, V))
-    for name, x in (("a", a), ("b", b)):
-        if x is not None:
-            require.like(q, name, x, q.shape)
-            require.same_dtype(q, name, x)
-    require.optional(q, "u", u, (H, K))
-    if checking():
-        check_values({"q": q, "gk": gk, "gv": gv, "a": a, "b": b, "u": u}, cu_seqlens, gates=("gk", "gv"))
-    before = reads_before(erase)
+    options = {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "scale": scale}
+    given = {"g": g, "gk": gk, "gv": gv, "u": u, "beta": beta, "a": a, "b": b}
+    inputs = op.Inputs(
+        q, k, v, **given, **options, delta_rule=beta is not None, read_before=reads_before(erase)
+    )
+    check(op, inputs, output_final_state=output_final_state)
     _check_combination(gv, beta, a, b, erase, u, read)
-
-    options = initial_state, cu_seqlens, scale
-    groups = HV // H
-    if beta is None and a is None:
-        if gk is None and gv is None and read == "after":
-            return run(_form(head_decay, T), inputs, output_final_state)
-        if gv is not None and gk is None and g is not None:
-            gv = _with(g, gv)
-        else:
-            gk = _with(g, gk, K)
-        q, k = _for_each_value(groups, q, k)
-        if read == "before":
-            u = q.new_zeros(HV, K) if u is None else _for_each_value(groups, u, axis=0)[0]
-        return run(
-            _form(channel_decay, T), channel_decay.Inputs(q, k, v, gk, gv, u, *options), output_final_state
-        )
-    if beta is not None:
-        rule = delta_rule.Inputs(q, k, v, beta, g, gk, a, *options, read_before=before)
-        if before and gk is not None:  # the delta rule's kernels have no read before gates of channels
-            return run(_form(low_rank, T), _as_low_rank(rule), output_final_state)
-        return run(_form(delta_rule, T), rule, output_final_state)
-    assert a is not None and b is not None
-    q, k, a, b = _for_each_value(groups, q, k, a, b)
-    writes = low_rank.Inputs(q, k, v, a, b, _with(g, gk, K), *options, read_before=before)
-    return run(_form(low_rank, T), writes, output_final_state)
+    if read == "before" and u is None:
+        inputs = inputs._replace(u=q.new_zeros(q.shape[2:]))
+    form = op.recurrent if always_true(q.shape[1] == 1) and sharing() is None else op.chunk
+    return run(form, _of_scheme(inputs), output_final_state)
 
 
-def _as_low_rank(rule: delta_rule.Inputs) -> low_rank.Inputs:
+def _of_scheme(inputs: op.Inputs) -> op.Inputs:
+    """The `inputs` in the arguments of the cheapest scheme: decays added, and heads repeated where it shares none."""
+    g, gk, gv, q, u, K = inputs.g, inputs.gk, inputs.gv, inputs.q, inputs.u, inputs.q.shape[-1]
+    # The delta rule's kernels have no read before gates of channels.
+    if inputs.delta_rule:
+        return _as_low_rank(inputs) if inputs.read_before and gk is not None else inputs
+    if inputs.b is None and gk is None and gv is None and u is None:
+        return inputs
+    if gv is not None and gk is None and g is not None:
+        gv = _with(g, gv)
+    else:
+        gk = _with(g, gk, K)
+    groups = inputs.v.shape[2] // q.shape[2]
+    heads = {x: y for x in ("q", "k", "a", "b") if (y := getattr(inputs, x)) is not None}
+    heads = {x: _for_each_value(y, groups) for x, y in heads.items()}
+    u = None if u is None else _for_each_value(u, groups, axis=0)
+    return inputs._replace(**heads, g=None, gk=gk, gv=gv, u=u)
+
+
+def _as_low_rank(rule: op.Inputs) -> op.Inputs:
     """The low-rank inputs of a delta rule with gates of channels that reads before the decay.
 
     They have as many heads of queries, keys and ``a`` as of values.
     """
-    q, k, v, beta, g, gk, a, initial_state, cu_seqlens, scale, read_before = rule
-    a = k if a is None else a
+    q, k, v, beta = rule.q, rule.k, rule.v, rule.beta
+    assert beta is not None
+    a = k if rule.a is None else rule.a
     dtype = autocast_dtype(q.device)
     if dtype is not None and q.dtype != torch.float64:
         q, k, v, a = (x.to(dtype) for x in (q, k, v, a))
-    q, k, a = _for_each_value(v.shape[2] // q.shape[2], q, k, a)
+    q, k, a = (_for_each_value(x, v.shape[2] // x.shape[2]) for x in (q, k, a))
     # Tokens in no sequence would add to the gradient of `beta`, and need not be finite.
-    k, beta = without_tail(cu_seqlens, k, beta)
+    k, beta = without_tail(rule.cu_seqlens, k, beta)
     written = (upcast(k, beta) * beta.unsqueeze(-1)).to(k.dtype)
-    gates = _with(g, gk)
-    return low_rank.Inputs(q, written, v, a, -written, gates, initial_state, cu_seqlens, scale, read_before)
+    return rule._replace(
+        q=q, k=written, v=v, g=None, gk=_with(rule.g, rule.gk), beta=None, a=a, b=-written, delta_rule=False
+    )
 
 
 def _check_combination(
@@ -188,11 +175,6 @@ def _check_combination(
         )
 
 
-def _form(op: ModuleType, T: int) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The fastest form of a recurrence: for one token, one kernel."""
-    return op.recurrent if always_true(T == 1) and sharing() is None else op.chunk
-
-
 def _with(g: Tensor | None, of_channels: Tensor | None, size: int | None = None) -> Tensor | None:
     """The sum of the decays of heads and of channels, for `size` channels."""
     if g is None:
@@ -204,6 +186,6 @@ def _with(g: Tensor | None, of_channels: Tensor | None, size: int | None = None)
     return g.to(dtype).unsqueeze(-1) + of_channels
 
 
-def _for_each_value(groups: int, *tensors: Tensor, axis: int = 2) -> list[Tensor]:
+def _for_each_value(x: Tensor, groups: int, axis: int = 2) -> Tensor:
     """Heads of queries or keys, repeated for each head of values that shares them."""
-    return [x.repeat_interleave(groups, axis) if groups > 1 else x for x in tensors]
+    return x.repeat_interleave(groups, axis) if groups > 1 else x

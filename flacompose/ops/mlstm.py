@@ -16,7 +16,7 @@ from flacompose.ops._arguments.intermediate_states import recurrent_form
 from flacompose.ops._recurrences.elementwise.stabilizer import op as stabilizer
 from flacompose.ops._recurrences.fused.mlstm import op as token
 from flacompose.ops._recurrences.fused.normalizer import op as normalizer
-from flacompose.ops._recurrences.matrix.head_decay import op
+from flacompose.ops._recurrences.matrix import op
 from flacompose.ops._tensors.dtype import autocast_dtype, state_dtype, upcast
 from flacompose.ops._tensors.gates import log_sigmoid
 from flacompose.ops._tensors.packed import last_of_rows, sequence_count, without_tail
@@ -138,7 +138,7 @@ def _run(
         C, n, m = initial_state
         for j, x in enumerate(initial_state):
             require.tensor(f"initial_state[{j}]", x)
-    inputs = op.Inputs(q, k, v, f, None, i, C, cu_seqlens, scale)
+    inputs = op.Inputs(q, k, v, f, beta=i, initial_state=C, cu_seqlens=cu_seqlens, scale=scale)
     names = {"g": "f", "beta": "i", "initial_state": "initial_state[0]"}
     check(
         op, inputs, names, required=("g", "beta"), output_final_state=output_final_state, logits=("g", "beta")

@@ -9,7 +9,7 @@ from torch import Tensor
 from flacompose.ops._arguments import require
 from flacompose.ops._arguments.call import check, run
 from flacompose.ops._arguments.intermediate_states import recurrent_form
-from flacompose.ops._recurrences.matrix.channel_decay import op
+from flacompose.ops._recurrences.matrix import op
 
 
 def chunk_rwkv6(
@@ -55,8 +55,15 @@ def chunk_rwkv6(
         TypeError: If an argument has the wrong type or dtype.
     """
     scale = require.scale(scale, r)
-    inputs = op.Inputs(r, k, v, w, None, u, initial_state, cu_seqlens, scale)
-    check(op, inputs, {"q": "r", "gk": "w"}, required=("gk", "u"), output_final_state=output_final_state)
+    inputs = op.Inputs(r, k, v, gk=w, u=u, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+    check(
+        op,
+        inputs,
+        {"q": "r", "gk": "w"},
+        required=("gk", "u"),
+        shared_heads=False,
+        output_final_state=output_final_state,
+    )
     return run(op.chunk, inputs, output_final_state)
 
 
@@ -83,6 +90,6 @@ def fused_recurrent_rwkv6(
     """
     form, wanted = recurrent_form(op, r, output_final_state, cu_seqlens, output_states)
     scale = require.scale(scale, r)
-    inputs = op.Inputs(r, k, v, w, None, u, initial_state, cu_seqlens, scale)
-    check(op, inputs, {"q": "r", "gk": "w"}, required=("gk", "u"))
+    inputs = op.Inputs(r, k, v, gk=w, u=u, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+    check(op, inputs, {"q": "r", "gk": "w"}, required=("gk", "u"), shared_heads=False)
     return run(form, inputs, wanted)

@@ -9,7 +9,7 @@ from torch import Tensor
 from flacompose.ops._arguments import require
 from flacompose.ops._arguments.call import check, run
 from flacompose.ops._arguments.intermediate_states import recurrent_form
-from flacompose.ops._recurrences.matrix.low_rank import op
+from flacompose.ops._recurrences.matrix import op
 
 
 def chunk_rwkv7(
@@ -59,8 +59,26 @@ def chunk_rwkv7(
         TypeError: If an argument has the wrong type or dtype.
     """
     scale = require.scale(scale, r)
-    inputs = op.Inputs(r, k, v, a, b, w, initial_state, cu_seqlens, scale)
-    check(op, inputs, {"q": "r", "gk": "w"}, required=("gk",), output_final_state=output_final_state)
+    inputs = op.Inputs(
+        r,
+        k,
+        v,
+        gk=w,
+        a=a,
+        b=b,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        read_before=True,
+    )
+    check(
+        op,
+        inputs,
+        {"q": "r", "gk": "w"},
+        required=("gk", "a", "b"),
+        shared_heads=False,
+        output_final_state=output_final_state,
+    )
     return run(op.chunk, inputs, output_final_state)
 
 
@@ -88,6 +106,17 @@ def fused_recurrent_rwkv7(
     """
     form, wanted = recurrent_form(op, r, output_final_state, cu_seqlens, output_states)
     scale = require.scale(scale, r)
-    inputs = op.Inputs(r, k, v, a, b, w, initial_state, cu_seqlens, scale)
-    check(op, inputs, {"q": "r", "gk": "w"}, required=("gk",))
+    inputs = op.Inputs(
+        r,
+        k,
+        v,
+        gk=w,
+        a=a,
+        b=b,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        read_before=True,
+    )
+    check(op, inputs, {"q": "r", "gk": "w"}, required=("gk", "a", "b"), shared_heads=False)
     return run(form, inputs, wanted)

@@ -9,7 +9,7 @@ from torch import Tensor
 from flacompose.ops._arguments import require
 from flacompose.ops._arguments.call import check, run
 from flacompose.ops._arguments.intermediate_states import recurrent_form
-from flacompose.ops._recurrences.matrix.head_decay import op
+from flacompose.ops._recurrences.matrix import op
 
 
 def chunk_simple_gla(
@@ -57,7 +57,9 @@ def chunk_simple_gla(
         TypeError: If an argument has the wrong type or dtype.
     """
     scale = require.scale(scale, q)
-    inputs = op.Inputs(q, k, v, g, g_gamma, beta, initial_state, cu_seqlens, scale)
+    inputs = op.Inputs(
+        q, k, v, g, g_gamma, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale
+    )
     check(op, inputs, output_final_state=output_final_state)
     return run(op.chunk, inputs, output_final_state)
 
@@ -86,6 +88,8 @@ def fused_recurrent_simple_gla(
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
     scale = require.scale(scale, q)
-    inputs = op.Inputs(q, k, v, g, g_gamma, beta, initial_state, cu_seqlens, scale)
+    inputs = op.Inputs(
+        q, k, v, g, g_gamma, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale
+    )
     check(op, inputs)
     return run(form, inputs, wanted)

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from families import part
+from families import axes as axes_of
+from families import operator, part, reference
 from torch import Tensor
 
 Axes = tuple[str, ...]
@@ -65,12 +66,12 @@ class OpCase:
     @property
     def forward(self) -> str:
         """The registered op that a call is made of."""
-        return f"{self.family}_{self.form}"
+        return f"{operator(self.family)}_{self.form}"
 
     @property
     def backward(self) -> str:
         """The registered op of the gradient."""
-        return f"{self.family}_backward"
+        return f"{operator(self.family)}_backward"
 
     @property
     def ops(self) -> list[str]:
@@ -211,17 +212,17 @@ def entry(
     given follows from the signature of the operator. So `axes` are given of arguments that the operator lacks, or has
     with other axes, and `gates` are those that do not have the name of one.
     """
-    signature, drawn = part(family, "inputs").SIGNATURE, DRAWS.get(family, {})
+    signature, drawn, known_axes = part(family, "inputs").SIGNATURE, DRAWS.get(family, {}), axes_of(family)
     operands = {x.split("=")[0]: x.split("=")[-1] for x in arguments.split()}
-    known = {x: tuple((axes.get(x) or signature.axes[y]).split()) for x, y in operands.items()}
+    known = {x: tuple((axes.get(x) or known_axes[y]).split()) for x, y in operands.items()}
     decays = [x for x, y in operands.items() if y in GATES or x in gates]
     inputs = {x: y for x, y in known.items() if x not in decays}
     any_dtype = tuple(x for x in inputs if operands[x] not in signature.autocast)
     # The first argument of the operator with the axes of its output.
-    output = next(x for x in signature.axes if signature.axes[x] == signature.axes["o"])
-    states = states or {"initial_state": signature.axes["initial_state"]}
+    output = next(x for x in known_axes if known_axes[x] == known_axes["o"])
+    states = states or {"initial_state": known_axes["initial_state"]}
     followed: dict[str, Any] = {
-        "reference": getattr(part(family, "reference"), family),
+        "reference": reference(family),
         "form": "recurrent" if "recurrent" in name else "chunk" if "chunk" in name else "forward",
         "output": next((x for x, y in operands.items() if y == output), None),
         "any_dtype": any_dtype,
@@ -241,7 +242,7 @@ def entry(
         gates={x: known[x] for x in decays},
         inputs=inputs,
         states={x: tuple(y.split()) for x, y in states.items()},
-        output_axes=tuple((output_axes or signature.axes["o"]).split()),
+        output_axes=tuple((output_axes or known_axes["o"]).split()),
         draws={x: drawn[y] for x, y in operands.items() if y in drawn} | draws,
         **fields,
     )

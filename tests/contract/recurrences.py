@@ -15,13 +15,13 @@ from flacompose.ops._arguments.call import check
 from flacompose.ops._recurrences.elementwise.rwkv4.reference import rwkv4
 from flacompose.ops._recurrences.elementwise.selective_scan.reference import selective_scan
 from flacompose.ops._recurrences.fused.slot_attention.reference import slot_attention
-from flacompose.ops._recurrences.matrix.channel_decay import op
-from flacompose.ops._recurrences.matrix.channel_decay.reference import channel_decay
-from flacompose.ops._recurrences.matrix.delta_rule.reference import delta_rule
-from flacompose.ops._recurrences.matrix.head_decay.reference import head_decay
+from flacompose.ops._recurrences.matrix import op
+from flacompose.ops._recurrences.matrix.reference import matrix_recurrence
 from flacompose.ops._recurrences.short_conv.reference import short_conv
 
 from .opcase import Function, OpCase, State, entry, without_overwriting
+
+delta_rule = partial(matrix_recurrence, delta_rule=True)
 
 # References and functions whose arguments differ from those of a family's. Their own have the names of operands.
 
@@ -48,23 +48,24 @@ def direct(
 ) -> tuple[Tensor, Tensor | None]:
     """The operator of channel decay itself, which takes gates on both axes, a bonus beside any of them, and logits."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    inputs = op.Inputs(q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, softmax)
+    given = {"gk": gk, "gv": gv, "u": u, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    inputs = op.Inputs(q, k, v, **given, scale=scale, softmax=softmax)
     # A graph learns from the check that there are as many states as sequences. Logits may be wider than keys.
-    check(op, inputs._replace(q=q.to(k.dtype)))
+    check(op, inputs._replace(q=q.to(k.dtype)), shared_heads=False)
     o, state = getattr(op, form)(*inputs)
     return o, state if output_final_state else None
 
 
 def retention(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]:
     h = torch.arange(v.shape[2], dtype=torch.float64, device=v.device)
-    return head_decay(q, k, v, g_gamma=(1 - 2 ** (-5 - h)).log().to(v.dtype), **options)
+    return matrix_recurrence(q, k, v, g_gamma=(1 - 2 ** (-5 - h)).log().to(v.dtype), **options)
 
 
 def lightning(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]:
     """Lightning attention, for layer 1 of 4."""
     H = v.shape[2]
     h = torch.arange(H, dtype=torch.float64, device=v.device)
-    return head_decay(q, k, v, g_gamma=(-8 * h / H * (1 - 1 / 4)).to(v.dtype), **options)
+    return matrix_recurrence(q, k, v, g_gamma=(-8 * h / H * (1 - 1 / 4)).to(v.dtype), **options)
 
 
 def normalized(
@@ -79,7 +80,7 @@ def normalized(
     S, z = None, k.cumsum(1)
     if initial_state is not None:
         S, z = initial_state[0], initial_state[1][:, None] + z
-    o, S = head_decay(q, k, v, initial_state=S, scale=scale)
+    o, S = matrix_recurrence(q, k, v, initial_state=S, scale=scale)
     weight = scale * (z * q).sum(-1, keepdim=True)
     o = o / ((weight.detach() if constant_weight else weight) + 1e-10)
     return o, (S, z[:, -1])
@@ -115,7 +116,7 @@ def before_sigmoid(g: Tensor) -> Tensor:
 def gdn2(
     q: Tensor, k: Tensor, v: Tensor, gk: Tensor, b: Tensor, w: Tensor, **options
 ) -> tuple[Tensor, Tensor]:
-    return delta_rule(q, k, w * v, torch.ones_like(v[..., 0]), gk=gk, a=b * k, **options)
+    return delta_rule(q, k, w * v, beta=torch.ones_like(v[..., 0]), gk=gk, a=b * k, **options)
 
 
 def by_steps(form: Function) -> Function:
@@ -141,7 +142,7 @@ def delta_product(
     gates = torch.stack([g, *[other] * (n - 1)], 2)
     queries = q.unsqueeze(2).expand(-1, -1, n, -1, -1)
     q, k, v, beta, g = (x.flatten(1, 2) for x in (queries, k, v, beta, gates))
-    o, state = delta_rule(q, k, v, beta, g, **options)
+    o, state = delta_rule(q, k, v, g, beta=beta, **options)
     return o[:, n - 1 :: n], state
 
 
@@ -201,7 +202,7 @@ def ssd(
     endless = A == -torch.inf  # leaves nothing after a time step above 0
     g = (dt * A.masked_fill(endless, 0)).masked_fill(endless & (dt > 0), -torch.inf)
     h = None if initial_state is None else initial_state.mT
-    y, h = head_decay(C, B, dt.unsqueeze(-1) * x, g, initial_state=h)
+    y, h = matrix_recurrence(C, B, dt.unsqueeze(-1) * x, g, initial_state=h)
     return gated_output(y, x, D if D is None or D.dim() == 2 else D.unsqueeze(-1), z), h.mT
 
 
@@ -266,7 +267,7 @@ def mamba3(
 
 
 def softmax_of_q(q: Tensor, k: Tensor, v: Tensor, gk: Tensor, **options) -> tuple[Tensor, Tensor]:
-    return channel_decay(q.softmax(-1), k, v, gk, **options)
+    return matrix_recurrence(q.softmax(-1), k, v, gk=gk, **options)
 
 
 # The table
@@ -348,9 +349,9 @@ CASES = [
           # Outputs are means, so what q does to the numerator the denominator undoes, but for differences of values.
           uncancelled=partial(normalized, constant_weight=True)),
     exponential("chunk_mlstm", ops.chunk_mlstm, ops.fused_recurrent_mlstm,
-                before=("stabilizer_forward", "head_decay_chunk")),
+                before=("stabilizer_forward", "matrix_recurrence_chunk")),
     exponential("fused_recurrent_mlstm", ops.fused_recurrent_mlstm, ops.chunk_mlstm,
-                before=("stabilizer_forward", "head_decay_recurrent")),
+                before=("stabilizer_forward", "matrix_recurrence_recurrent")),
     entry("chunk_hgrn", ops.chunk_hgrn, ops.fused_recurrent_hgrn, "scan", "x g", inductor=True),
     entry("fused_recurrent_hgrn", ops.fused_recurrent_hgrn, ops.chunk_hgrn, "scan", "x g", inductor=True),
     mean("chunk_rwkv4", ops.chunk_rwkv4, ops.fused_recurrent_rwkv4, inductor=True),

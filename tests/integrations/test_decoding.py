@@ -22,12 +22,12 @@ from flacompose.integrations.transformers import enable  # noqa: E402
 STEPS = 24
 # The ops of one step. What Mamba computes of one token beside its convolution, it computes in PyTorch's ops.
 OPS = {
-    "kimi_linear": ["short_conv_update", "delta_rule_update"],
+    "kimi_linear": ["short_conv_update", "matrix_recurrence_update"],
     "lfm2": ["short_conv_update"],
     "mamba": ["short_conv_update"] * 2,
     "mamba2": ["short_conv_update"] * 2,
-    "minimax": ["head_decay_recurrent"],
-    "qwen3_next": ["short_conv_update", "delta_rule_update"],
+    "minimax": ["matrix_recurrence_recurrent"],
+    "qwen3_next": ["short_conv_update", "matrix_recurrence_update"],
     "rwkv": ["rwkv4_recurrent"] * 2,
 }
 

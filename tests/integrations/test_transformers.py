@@ -827,7 +827,7 @@ def test_groups_are_not_repeated(
 ) -> None:
     """The op gets the two key heads of four value heads, in prompts and steps."""
     heads = []
-    op = import_module("flacompose.ops._recurrences.matrix.delta_rule.op")
+    op = import_module("flacompose.ops._recurrences.matrix.op")
 
     def counted(form: Callable, *args: Any) -> Any:
         heads.append(tuple(x.shape[2] for x in args[:3]))

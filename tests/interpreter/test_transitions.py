@@ -10,8 +10,8 @@ from test_transitions import CASES, MATRICES, Case, drawn, packed
 from flacompose.ops._launch import sequences
 from flacompose.ops._recurrences.elementwise.selective_scan import cuda as selective_scan
 from flacompose.ops._recurrences.matrix.delta_rule import state_passing
-from flacompose.ops._recurrences.matrix.delta_rule.inputs import Inputs
 from flacompose.ops._recurrences.matrix.delta_rule.launches import Launches
+from flacompose.ops._recurrences.matrix.inputs import Inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
@@ -31,8 +31,9 @@ def test_ends(case: Case, bounds: list[int] | None, segments: int, monkeypatch: 
         of_float32 = [
             x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs
         ]
-        end, *sums = flat(part(case.family, "cuda"), "ends")(*of_float32)
-        expected, *truth = getattr(torch.ops.flacompose, f"{case.family}_ends")(*inputs)
+        form = "matrix_ends" if case.family in MATRICES else "ends"
+        end, *sums = flat(part(case.family, "cuda"), form)(*of_float32)
+        expected, *truth = getattr(torch.ops.flacompose, case.ends)(*inputs)
     assert (end - expected).norm() <= 1e-5 * expected.norm()
     for x, y in zip(sums, truth, strict=True):
         if case.family not in ("selective_scan", *MATRICES):  # not of time steps, and no matrices
@@ -47,10 +48,11 @@ def test_growth_bounds_what_a_chunk_multiplies_a_state_by(monkeypatch: pytest.Mo
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 55, 2, 3, generator=generator, dtype=torch.float64)
     beta, g = torch.rand(2, 1, 55, 2, generator=generator, dtype=torch.float64)
-    inputs = Inputs(q, k, v, 2 * beta, -1e-5 * g, cu_seqlens=bounds)
-    growth = Launches(Inputs(*(x.float() for x in inputs[:5]), cu_seqlens=bounds)).growth
+    inputs = Inputs(q, k, v, -1e-5 * g, beta=2 * beta, cu_seqlens=bounds, delta_rule=True)
+    floats = {x: getattr(inputs, x).float() for x in ("q", "k", "v", "g", "beta")}
+    growth = Launches(inputs._replace(**floats)).growth
     assert growth is not None
-    _, matrix = torch.ops.flacompose.delta_rule_ends(*inputs)
+    _, matrix = torch.ops.flacompose.matrix_recurrence_matrix_ends(*inputs)
     norm = torch.linalg.matrix_norm(matrix, 2).log2()
     over = growth[bounds[:-1] // 32 + torch.arange(5)] - norm
     one = bounds.diff() == 1

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._launch.launch import launching_by
-from flacompose.ops._recurrences.matrix.delta_rule import cuda as delta_rule
-from flacompose.ops._recurrences.matrix.delta_rule.inputs import Inputs
+from flacompose.ops._recurrences.matrix import cuda as matrix
+from flacompose.ops._recurrences.matrix.inputs import Inputs
 from flacompose.ops._recurrences.short_conv import cuda as short_conv
 from flacompose.ops._recurrences.short_conv.inputs import Inputs as ConvInputs
 
@@ -41,8 +41,8 @@ def test_delta_rule(gate: str, into_graph: bool) -> None:
     q, k, v, beta = (torch.randn(B, 1, *shape) for shape in ((H, K), (H, K), (HV, V), (HV,)))
     g, state = -torch.rand(B, 1, HV, *[K] * (gate == "gk")), torch.randn(B, HV, K, V)
     for normalize in (0, 1):
-        inputs = Inputs(q, k, v, beta, **{gate: g}, initial_state=state, scale=0.7)
-        o, final_state = updated(delta_rule.update, state, [into_graph], into_graph, inputs, normalize)
+        inputs = Inputs(q, k, v, beta=beta, delta_rule=True, **{gate: g}, initial_state=state, scale=0.7)
+        o, final_state = updated(matrix.update, state, [into_graph], into_graph, inputs, normalize)
         for b in range(B):
             for h in range(HV):
                 q_, k_, v_, b_, g_, S = (

@@ -599,7 +599,7 @@ def test_export(name, layout, device, tmp_path, request):
     nodes = 2 if name in ("linear_attn", "gsa", "abc") else 1
     namespace = torch.ops.flacompose
     before = (
-        [namespace.stabilizer_forward.default, namespace.head_decay_chunk.default]
+        [namespace.stabilizer_forward.default, namespace.matrix_recurrence_chunk.default]
         if name == "mlstm"
         else [namespace.cumulative_angle_forward.default, namespace.rotary_forward.default]
         if name.startswith("mamba3")

@@ -47,10 +47,7 @@ from flacompose.layers import (
 from flacompose.ops._recurrences.elementwise.scan.reference import scan
 from flacompose.ops._recurrences.elementwise.selective_scan.reference import selective_scan
 from flacompose.ops._recurrences.fused.slot_attention.reference import slot_attention
-from flacompose.ops._recurrences.matrix.channel_decay.reference import channel_decay
-from flacompose.ops._recurrences.matrix.delta_rule.reference import delta_rule
-from flacompose.ops._recurrences.matrix.head_decay.reference import head_decay
-from flacompose.ops._recurrences.matrix.low_rank.reference import low_rank
+from flacompose.ops._recurrences.matrix.reference import matrix_recurrence
 from flacompose.ops._recurrences.short_conv.reference import short_conv
 
 # Each layer with what it has to carry, and with its defaults.
@@ -224,14 +221,14 @@ def gated_linear_attention(config: Config, p: Parameters, x: Tensor, state: Recu
     g = g / config.get("gate_logit_normalizer", 16)
     if config.get("clamp_min") is not None:
         g = g.clamp(min=config["clamp_min"])
-    o, S = channel_decay(q, k, v, in_heads(config, g, repeat=True), **from_state(state, k))
+    o, S = matrix_recurrence(q, k, v, gk=in_heads(config, g, repeat=True), **from_state(state, k))
     return gated_output(config, p, x, o), RecurrentState(S, conv)
 
 
 def simple_gated_linear_attention(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
     q, k, v, conv = qkv(config, p, x, state)
     g = ACTIVATIONS["logsigmoid"](linear(p, "gk_proj", x)) / config.get("gate_logit_normalizer", 16)
-    o, S = head_decay(q, k, v, g, **from_state(state, k))
+    o, S = matrix_recurrence(q, k, v, g, **from_state(state, k))
     return gated_output(config, p, x, o), RecurrentState(S, conv)
 
 
@@ -242,7 +239,7 @@ def linear_attention(config: Config, p: Parameters, x: Tensor, state: RecurrentS
         q = q / (q.sum(-1, keepdim=True) + 1e-4)
     if config.get("norm_k"):
         k = k / (k.sum(-1, keepdim=True) + 1e-4)
-    o, S = head_decay(q, k, v, **from_state(state, k))
+    o, S = matrix_recurrence(q, k, v, **from_state(state, k))
     z = ()
     if config.get("do_feature_map_norm"):
         sums = state.normalizer[:, None] + k.cumsum(1)
@@ -256,7 +253,7 @@ def multi_scale_retention(config: Config, p: Parameters, x: Tensor, state: Recur
     q, k, v, conv = qkv(config, p, x, state)
     q, k = rotated(q, state.position), rotated(k, state.position)
     decay = torch.tensor([1 - 2.0 ** (-5 - h) for h in range(config["num_heads"])], dtype=q.dtype)
-    o, S = head_decay(q, k, v, g_gamma=decay.log(), **from_state(state, k))
+    o, S = matrix_recurrence(q, k, v, g_gamma=decay.log(), **from_state(state, k))
     return gated_output(config, p, x, o), RecurrentState(S, conv, position=state.position + x.shape[1])
 
 
@@ -271,7 +268,7 @@ def lightning_attention(config: Config, p: Parameters, x: Tensor, state: Recurre
         .unflatten(-1, (H, 3, -1))
         .unbind(-2)
     )
-    o, S = head_decay(q, k, v, g_gamma=-q.new_tensor(rates), initial_state=state.recurrent)
+    o, S = matrix_recurrence(q, k, v, g_gamma=-q.new_tensor(rates), initial_state=state.recurrent)
     o = rms_norm({"norm_eps": 1e-6} | config, p["norm.weight"], o.flatten(2))
     return linear(p, "out_proj", o * ACTIVATIONS["sigmoid"](linear(p, "output_gate", x))), RecurrentState(S)
 
@@ -300,7 +297,7 @@ def mamba2(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> R
     X, B, C = act(xBC).split([H * P, G * S, G * S], -1)
     X, B, C = (y.unflatten(-1, (n, -1)) for y, n in ((X, H), (B, G), (C, G)))
     dt = (1 + (dt + p["dt_bias"]).exp()).log().clamp(*config.get("dt_limit", (0, math.inf)))
-    y, h = head_decay(C, B, dt[..., None] * X, -dt * p["A_log"].exp(), initial_state=state.recurrent)
+    y, h = matrix_recurrence(C, B, dt[..., None] * X, -dt * p["A_log"].exp(), initial_state=state.recurrent)
     y = (y + p["D"].reshape(H, -1) * X).flatten(2)
     if not config.get("rmsnorm", True):
         y = y * silu(z)
@@ -320,7 +317,7 @@ def rwkv6(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Re
     r, k, v, g = (linear(p, f"{name}_proj.linear", mixed["rwkvg".index(name)]) for name in "rkvg")
     w = linear(p, "w_proj.linear.lora.2", torch.tanh(linear(p, "w_proj.linear.lora.0", mixed[1])))
     r, k, v, w = (y.unflatten(-1, (H, -1)) for y in (r, k, v, -w.exp()))
-    o, S = channel_decay(r, k, v, w, u=p["bonus"], initial_state=state.recurrent)
+    o, S = matrix_recurrence(r, k, v, gk=w, u=p["bonus"], initial_state=state.recurrent)
     o = o - o.mean(-1, keepdim=True)
     o = rms_norm(config, 1, o).flatten(2) * p.get("g_norm.weight", 1) + p.get("g_norm.bias", 0)
     o = o * ACTIVATIONS[config.get("gate_fn", "swish")](g)
@@ -373,7 +370,7 @@ def rwkv7(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Re
     square = kk.square().sum(-1, keepdim=True)
     kk = kk / ((square + 1e-6).sqrt() if config.get("fuse_norm") else square.sqrt().clamp(min=1e-12))
     erased = kk * a * (1 + w.exp() if config.get("allow_neg_eigval") else 1)
-    o, S = low_rank(r, k, v, -kk, erased, w, state.recurrent)
+    o, S = matrix_recurrence(r, k, v, gk=w, a=-kk, b=erased, initial_state=state.recurrent, read_before=True)
     eps = config.get("norm_eps", 1e-5) * k.shape[-1]
     o = rms_norm({"norm_eps": eps}, 1, o - o.mean(-1, keepdim=True)).flatten(2)
     o = o * p.get("g_norm.weight", 1) + p.get("g_norm.bias", 0)
@@ -433,7 +430,7 @@ def hgrn2_or_lightnet(config: Config, p: Parameters, x: Tensor, state: Recurrent
         bound = lower_bound(config, p).reshape(H, -1)
         decay = bound + (1 - bound) * ACTIVATIONS["sigmoid"](k)
         g, k = decay.log(), 1 - decay
-    o, S = channel_decay(silu(q), k, v, g, **from_state(state, k))
+    o, S = matrix_recurrence(silu(q), k, v, gk=g, **from_state(state, k))
     o = rms_norm(config, p.get("g_norm.weight", 1), o.flatten(2))
     if lightnet:
         o = o * silu(linear(p, "g_proj.1", linear(p, "g_proj.0", x)))
@@ -505,7 +502,9 @@ def delta_net(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -
         beta = 2 * beta
     g, given = delta_decay(config, p, x, HV), from_state(state._replace(recurrent=S), k)
     if g.shape[-1] > 1:  # of channels
-        o, S = delta_rule(q, k[:, :, 0], v[:, :, 0], beta[:, :, 0], gk=g, **given)
+        o, S = matrix_recurrence(
+            q, k[:, :, 0], v[:, :, 0], beta=beta[:, :, 0], gk=g, delta_rule=True, **given
+        )
     else:
         o, S = delta_product(q, k, v, beta, g[..., 0], **given)
     gate = config.get("output_gate_activation", "silu")
@@ -527,14 +526,23 @@ def gdn2_or_comba(config: Config, p: Parameters, x: Tensor, state: RecurrentStat
             w.unflatten(-1, (HV, -1)),
         )
         g = delta_decay(config, p, x, H).repeat_interleave(HV // H, 2)
-        o, S = delta_rule(unit(q), unit(k), w * v, torch.ones_like(v[..., 0]), gk=g, a=b * unit(k), **given)
+        o, S = matrix_recurrence(
+            unit(q),
+            unit(k),
+            w * v,
+            gk=g,
+            beta=torch.ones_like(v[..., 0]),
+            a=b * unit(k),
+            delta_rule=True,
+            **given,
+        )
     else:
         r = k * sigmoid(p["decay"])[:, None] if "decay" in p else k
         q = q - p["D"][:, None] * r if "D" in p else q
         q, k, r = (unit(y).repeat_interleave(HV // H, 2) for y in (q, k, r))
         written = sigmoid(linear(p, "b_proj", x))[..., None] * k
         g = delta_decay(config, p, x, HV).expand(k.shape)
-        o, S = low_rank(q, written, v, r, -written, g, **given)
+        o, S = matrix_recurrence(q, written, v, gk=g, a=r, b=-written, read_before=True, **given)
     return delta_output(config, p, x, o, "sigmoid"), RecurrentState(in_parts(S, parts), conv)
 
 
@@ -551,7 +559,7 @@ def rodimus(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> 
     k = k / k.norm(dim=-1, keepdim=True).clamp(min=config.get("k_norm_eps") or 1e-12) * f**tau
     v = u * sigmoid(linear(p, "i_gate_proj.1", linear(p, "i_gate_proj.0", u)))
     q, k, v, g = (y.unsqueeze(2) for y in (q, k, v, -f * tau))
-    o, S = channel_decay(q, k, v, g, **from_state(state, k))
+    o, S = matrix_recurrence(q, k, v, gk=g, **from_state(state, k))
     o = (o[:, :, 0] + s * p["residual_weight"]) * silu(linear(p, "gate_proj", x))
     o = rms_norm(config, p["activation_norm.weight"], o)
     return linear(p, "down_proj", o), RecurrentState(S, conv)
@@ -576,7 +584,7 @@ def based_or_rebased(config: Config, p: Parameters, x: Tensor, state: RecurrentS
 
     eps = config.get("eps", 1e-12 if based else 1e-5)
     v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-    o, S = head_decay(features(q), features(k), v, initial_state=state.recurrent)
+    o, S = matrix_recurrence(features(q), features(k), v, initial_state=state.recurrent)
     if not state.recurrent.any():
         s = torch.einsum("bthk,bshk->bhts", q, k) / n**0.5
         weights = (1 + s + s**2 / 2 if based else s**2).tril()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flacompose.integrations.modeling.arguments import bounds_of, unwritten
-from flacompose.ops._recurrences.matrix.delta_rule import op as delta_op
+from flacompose.ops._recurrences.matrix import op
 
 
 def delta_rule(form: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,6 +39,6 @@ def step(
     if exact and torch.compiler.is_compiling():
         g, beta = torch.stack((g, beta.to(g.dtype))).unbind()
     given |= {gate: g}
-    inputs = delta_op.Inputs(query, key, value, beta, scale=query.shape[-1] ** -0.5, **given)
-    o, state = delta_op.update(*inputs, int(use_qk_l2norm_in_kernel))
+    inputs = op.Inputs(query, key, value, beta=beta, scale=query.shape[-1] ** -0.5, delta_rule=True, **given)
+    o, state = op.update(*inputs, int(use_qk_l2norm_in_kernel))
     return o, state if output_final_state else None

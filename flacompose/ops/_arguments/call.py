@@ -24,6 +24,7 @@ def check(
     output_final_state: bool = False,
     logits: Collection[str] = (),
     values: bool = True,
+    shared_heads: bool = True,
 ) -> None:
     """Check all tensors of the `inputs` of the recurrence `op`, without reading their values, and the flag.
 
@@ -32,14 +33,14 @@ def check(
     device of the first input, and those that autocast casts have its dtype. Errors use the names of inputs in
     `names`, or those of the signature. The `required` inputs must be given, even if they are optional in the
     signature. From the `logits` the public function computes the inputs. Within `flacompose.checked`, their
-    `values` are checked too.
+    `values` are checked too. Without `shared_heads`, ``HV`` is ``H``.
     """
     require.flags(output_final_state=output_final_state)
     names = names or {}
     first_argument = inputs._fields[0]
     first, first_name = inputs[0], names.get(first_argument, first_argument)
     sizes: dict[str, int] = {}
-    for argument, optional, axes, new, cast in _tensors_of(op):
+    for argument, optional, axes, new, cast in _tensors_of(op, shared_heads):
         x = getattr(inputs, argument)
         if x is None and optional and argument not in required:
             continue
@@ -74,12 +75,12 @@ def check(
 
 
 @assume_constant_result
-def _tensors_of(op: ModuleType) -> tuple[Argument, ...]:
+def _tensors_of(op: ModuleType, shared_heads: bool) -> tuple[Argument, ...]:
     """The tensors of a signature, as a constant: guards on them would be half of all guards of a graph.
 
     Dynamo puts the result into the globals of the compiled module, under a new name at each compilation.
     """
-    tensors: tuple[Argument, ...] = op.SIGNATURE.tensors
+    tensors: tuple[Argument, ...] = op.SIGNATURE.tensors[shared_heads]
     return tensors
 
 

@@ -33,7 +33,7 @@ from flacompose.ops._recurrences.fused.gated_skip.op import gated_skip
 from flacompose.ops._recurrences.fused.mamba3 import op as token
 from flacompose.ops._recurrences.fused.rotary import op as rotation
 from flacompose.ops._recurrences.fused.rotary.eager import biased, products, turned
-from flacompose.ops._recurrences.matrix.head_decay import op
+from flacompose.ops._recurrences.matrix import op
 from flacompose.ops._tensors.dtype import autocast_dtype, state_dtype, upcast
 from flacompose.ops._tensors.gates import bounded
 from flacompose.ops._tensors.grouped_queries import spread
@@ -156,9 +156,8 @@ def _scan(
     y, Z = form(
         *op.Inputs(
             q.flatten(1, 2), k_before.flatten(1, 2), values[1].flatten(1, 2),
-            spread(g, R), None,
-            written.unsqueeze(2).expand(-1, -1, R, -1).flatten(1, 2), past.state,
-            stretched(cu_seqlens, R), scale=1.0,
+            spread(g, R), beta=written.unsqueeze(2).expand(-1, -1, R, -1).flatten(1, 2),
+            initial_state=past.state, cu_seqlens=stretched(cu_seqlens, R), scale=1.0,
         )
     )  # fmt: skip
     if up is None:

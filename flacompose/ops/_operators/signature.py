@@ -91,13 +91,13 @@ def _fields(named_tuple: type[Any]) -> list[_Field]:
 Argument = tuple[str, bool, tuple[str, ...], tuple[str, ...], bool]
 
 
-def _tensors(fields: Iterable[_Field]) -> tuple[Argument, ...]:
-    """The arguments that have axes, without constants."""
+def _tensors(fields: Iterable[_Field], shared_heads: bool) -> tuple[Argument, ...]:
+    """The arguments that have axes, without constants. Unless heads are shared, ``HV`` is ``H``."""
     found: list[Argument] = []
     seen = {"N"}
     for x in fields:
         if x.axes is not None and x.constant is None:
-            axes = tuple(x.axes.split())
+            axes = tuple((x.axes if shared_heads else x.axes.replace("HV", "H")).split())
             new = tuple(axis for axis in axes if axis not in seen)
             found.append((x.name, x.type == "Tensor?", axes, new, x.autocast is not None))
             seen.update(axes)
@@ -125,7 +125,7 @@ class Signature(Generic[AnyInputs]):
     def __init__(self, inputs: type[AnyInputs], outputs: type[Any], numbers: tuple[str, ...] = ()) -> None:
         arguments, results = _fields(inputs), _fields(outputs)
         self.inputs, self.outputs, self.numbers = inputs, outputs, numbers
-        self.tensors = _tensors(arguments)
+        self.tensors = {shared: _tensors(arguments, shared) for shared in (True, False)}
         self._results = results
         self.axes = {x.name: x.axes for x in (*arguments, *results) if x.axes is not None}
         self.gates = [x.name for x in arguments if x.gate is not None]

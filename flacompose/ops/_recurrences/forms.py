@@ -56,15 +56,18 @@ def define_forms(
     *,
     gates: tuple[str, ...],
     flops: Callable[..., int],
+    name: str | None = None,
+    erases: Callable[[AnyInputs], bool] = lambda _: False,
     of_state: Callable[[AnyInputs], AnyInputs] = lambda inputs: inputs,
 ) -> Forms[AnyInputs]:
     """Register the forms "chunk" and "recurrent", and return the functions of a recurrence's `op`.
 
     Args:
-        signature, eager, gates, flops: as in `define_ops`.
+        signature, eager, gates, flops, name: as in `define_ops`.
+        erases: whether a transition multiplies the keys of the state by a matrix, instead of decaying each number.
         of_state: returns inputs with the same transition, in which only the `gates` decay the state.
     """
-    ops = define_ops(signature, eager, forms=("chunk", "recurrent"), gates=gates, flops=flops)
+    ops = define_ops(signature, eager, forms=("chunk", "recurrent"), gates=gates, flops=flops, name=name)
     axes = signature.axes["final_state"].split()
     absent = [
         [i for i, axis in enumerate(axes) if i > 0 and axis not in signature.axes[gate].split()]
@@ -76,9 +79,11 @@ def define_forms(
         inputs = of_state(inputs)
         if "q" in inputs._fields:  # queries do nothing to the state
             inputs = inputs._replace(q=inputs.k.detach())
-        end, *maps = ops["ends"](*inputs._replace(initial_state=None))
-        if not absent:
-            return Matrix(*maps), end
+        inputs = inputs._replace(initial_state=None)
+        if erases(inputs):
+            end, matrix = ops["matrix_ends"](*inputs)
+            return Matrix(matrix), end
+        end, *maps = ops["ends"](*inputs)
         logs = []
         for gate, log, places in zip(gates, maps, absent, strict=True):
             if getattr(inputs, gate) is not None:
@@ -99,14 +104,15 @@ def define_ops(
     forms: tuple[str, ...],
     gates: tuple[str, ...] | None = None,
     flops: Callable[..., int],
+    name: str | None = None,
 ) -> dict[str, OpOverload]:
-    """Register ``<name>_<form>`` for each form, and ``<name>_backward``; return them by name.
+    """Register ``<name>_<form>`` for each form, and ``<name>_backward``; return them by the form.
 
     With a form "recurrent" there is ``<name>_steps`` too. It is that form for sequences in rows, and
     returns states after several of the last tokens. Its derivatives are those of one call per state. With
     `gates` there is ``<name>_ends``, which returns the transition of each sequence, whatever the initial
-    state is: the state reached from zero, and the sums of the gates or, if there are none, the matrix that
-    multiplies the keys of the state. It has a backward of its own.
+    state is: the state reached from zero, and the sums of the gates. If the state is a matrix of keys and values,
+    ``<name>_matrix_ends`` returns the matrix that multiplies the keys instead. Both have a backward of their own.
 
     A form "update" is for one token of a caller that overwrites the initial state with the final one. It
     computes the same as the other forms; in the graph that Inductor gets, its kernel overwrites the state it
@@ -123,19 +129,28 @@ def define_ops(
         forms: the form "chunk" compiles its kernels ahead; "recurrent", "update" and "token" are one kernel.
         gates: the names of the inputs that decay a state by their sums over the tokens.
         flops: as in `define_op`, for a form; the backward has twice as many.
+        name: the first part of the operators' names. Default: that of the folder.
     """
     folder = eager.__name__.rpartition(".")[0]
+    form_of, backward_of = (
+        partial(define_form, folder, name=name),
+        partial(_define_backward, folder, name=name),
+    )
     if not hasattr(eager, "backward"):
-        return {form: define_form(folder, form, signature, eager.forward, flops) for form in forms}
-    backward = _define_backward(folder, "backward", signature, eager, flops)
-    ops = {form: define_form(folder, form, signature, eager.forward, flops, backward) for form in forms}
+        return {form: form_of(form, signature, eager.forward, flops) for form in forms}
+    backward = backward_of("backward", signature, eager, flops)
+    ops = {form: form_of(form, signature, eager.forward, flops, backward) for form in forms}
     if "recurrent" in forms:
         steps = Steps(signature, ops["recurrent"])
-        ops["steps"] = define_form(folder, "steps", steps.signature, steps.forward, flops)
+        ops["steps"] = form_of("steps", steps.signature, steps.forward, flops)
     if gates is not None:
-        ends = (DecayEnds if gates else MatrixEnds)(signature, eager, backward, gates)
-        of_ends = _define_backward(folder, "ends_backward", ends.signature, ends, flops)
-        ops["ends"] = define_form(folder, "ends", ends.signature, ends.forward, flops, of_ends)
+        kinds: dict[str, type[DecayEnds]] = {"ends": DecayEnds}
+        if "K V" in signature.axes["final_state"]:
+            kinds["matrix_ends"] = MatrixEnds
+        for form, kind in kinds.items():
+            ends = kind(signature, eager, backward, gates)
+            of_ends = backward_of(f"{form}_backward", ends.signature, ends, flops)
+            ops[form] = form_of(form, ends.signature, ends.forward, flops, of_ends)
     return ops | {"backward": backward}
 
 
@@ -167,14 +182,16 @@ def define_form(
     eager: Callable[..., tuple[Tensor, ...]],
     flops: Callable[..., int],
     backward: OpOverload | None = None,
+    *,
+    name: str | None = None,
 ) -> OpOverload:
     load = partial(on_cuda, folder, form, signature)
     return define_op(
-        f"{folder.rpartition('.')[2]}_{form}",
+        f"{name or folder.rpartition('.')[2]}_{form}",
         f"({signature.arguments}) -> ({signature.results})",
         eager=signature.flat(eager),
         triton=load,
-        one_launch=None if form in ("chunk", "ends") else _has_one_token,
+        one_launch=None if form == "chunk" or form.endswith("ends") else _has_one_token,
         fake=signature.fake if form in ONE_KERNEL else _compiling(signature.fake, load),
         backward=backward,
         axes=signature.axes,
@@ -184,16 +201,22 @@ def define_form(
 
 
 def _define_backward(
-    folder: str, name: str, signature: Signature[Any], eager: Any, flops: Callable[..., int]
+    folder: str,
+    form: str,
+    signature: Signature[Any],
+    eager: Any,
+    flops: Callable[..., int],
+    *,
+    name: str | None = None,
 ) -> OpOverload:
     """Register a backward: of the forms, with kernels, or of transitions, in PyTorch everywhere.
 
     It is an operator nevertheless, so that a graph has one node for it, whatever the length.
     """
-    load = partial(on_cuda, folder, name, signature) if name == "backward" else None
+    load = partial(on_cuda, folder, form, signature) if form == "backward" else None
     fake = signature.fake_backward
     return define_op(
-        f"{folder.rpartition('.')[2]}_{name}",
+        f"{name or folder.rpartition('.')[2]}_{form}",
         f"({signature.arguments}, {signature.arriving}, bool[] output_mask) -> ({signature.gradients})",
         eager=signature.flat_backward(eager.backward),
         triton=load,
@@ -225,7 +248,7 @@ def on_cuda(folder: str, form: str, signature: Signature[Any]) -> Replay:
     differentiable = len(signature.differentiable)
     if form == "backward":
         return Replay(compile_ahead(signature.flat_backward(function), differentiable))
-    backward = None if form == "ends" else on_cuda(folder, "backward", signature).implementation
+    backward = None if form.endswith("ends") else on_cuda(folder, "backward", signature).implementation
     return Replay(compile_ahead(signature.flat(function), differentiable, backward))
 
 

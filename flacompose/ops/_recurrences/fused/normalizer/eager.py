@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.fused.normalizer.inputs import Inputs
-from flacompose.ops._recurrences.matrix.head_decay import eager
-from flacompose.ops._recurrences.matrix.head_decay import inputs as head_decay
+from flacompose.ops._recurrences.matrix import eager
+from flacompose.ops._recurrences.matrix import inputs as matrix
 from flacompose.ops._tensors.dtype import state_dtype, upcast
 from flacompose.ops._tensors.packed import inside, without_tail
 
@@ -42,11 +42,11 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     made = call.made(x=lambda: do / weight, floor=lambda: torch.where(is_floor, d_weight, 0).squeeze(-1))
 
     dz = torch.where(is_floor, 0, d_weight * z.sgn())
-    names = head_decay.SIGNATURE.differentiable
+    names = matrix.SIGNATURE.differentiable
     wanted = [name in OF_KEYS and name in call.wanted for name in names]
     if any(wanted):
         dn = None if d_state is None else d_state.unsqueeze(-1)
-        found = eager.backward(head_decay.SIGNATURE.backward_call(*ones, dz, dn, wanted))
+        found = eager.backward(matrix.SIGNATURE.backward_call(*ones, dz, dn, wanted))
         if "initial_state" in found:
             found["initial_state"] = found["initial_state"].squeeze(-1)
         made |= call.made(**found)
@@ -61,9 +61,11 @@ def _floor(inputs: Inputs) -> Tensor:
     return floor.where(inside(cu_seqlens, floor.shape[1])[:, None, None], 1)
 
 
-def of_ones(inputs: Inputs) -> head_decay.Inputs:
+def of_ones(inputs: Inputs) -> matrix.Inputs:
     """The arguments of head decay whose output is `z` ``[B, T, HV, 1]``, and whose state is `n` ``[N, HV, K, 1]``."""
     q, k, x, g, beta, _, n, cu_seqlens, scale, _ = inputs
     ones = x.new_ones(*x.shape[:3], 1, dtype=state_dtype(x.dtype))
     n = None if n is None else n.unsqueeze(-1)
-    return head_decay.Inputs(upcast(q), upcast(k), ones, g, None, beta, n, cu_seqlens, scale)
+    return matrix.Inputs(
+        upcast(q), upcast(k), ones, g, beta=beta, initial_state=n, cu_seqlens=cu_seqlens, scale=scale
+    )

@@ -13,7 +13,7 @@ from flacompose.ops._recurrences.forms import define_ops, start_gradient
 from flacompose.ops._recurrences.fused.normalizer import eager
 from flacompose.ops._recurrences.fused.normalizer.inputs import SIGNATURE
 from flacompose.ops._recurrences.fused.normalizer.inputs import Inputs as Inputs  # for the public functions
-from flacompose.ops._recurrences.matrix.head_decay import op as head_decay
+from flacompose.ops._recurrences.matrix import op as matrix
 
 
 def _flops(q: Any, k: Any, x: Any, *_: Any, **__: Any) -> int:
@@ -28,7 +28,7 @@ d_start = start_gradient(SIGNATURE, _ops["backward"])
 
 def stretch(inputs: Inputs) -> tuple[Decay, Tensor]:
     """The transition of each sequence: that of head decay with values of 1."""
-    decay, end = head_decay.stretch(eager.of_ones(inputs))
+    decay, end = matrix.stretch(eager.of_ones(inputs))
     return Decay(tuple(x.squeeze(3) for x in decay.tensors)), end.squeeze(3)
 
 

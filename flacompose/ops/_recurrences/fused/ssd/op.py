@@ -13,7 +13,8 @@ from flacompose.ops._recurrences.forms import define_ops, matrix_state_flops
 from flacompose.ops._recurrences.fused.gated_skip.op import gated_skip
 from flacompose.ops._recurrences.fused.ssd import eager
 from flacompose.ops._recurrences.fused.ssd.inputs import SIGNATURE, Inputs
-from flacompose.ops._recurrences.matrix.head_decay import op as head_decay
+from flacompose.ops._recurrences.matrix import op as matrix
+from flacompose.ops._recurrences.matrix.head_decay.inputs import Inputs as Scan
 from flacompose.ops._tensors.dtype import autocast_dtype
 
 # The most keys of a state: the read of a larger one is a sum over several programs, and the gate comes after
@@ -43,6 +44,8 @@ def ssd(inputs: Inputs) -> tuple[Tensor, Tensor]:
         or sharing() is not None
         or autocast_dtype(x.device) not in (None, x.dtype)
     ):
-        return eager.composed(inputs, head_decay.chunk, gated_skip)
+        return eager.composed(
+            inputs, lambda *x: matrix.chunk(*matrix.Inputs(**Scan(*x)._asdict())), gated_skip
+        )
     o, final_state = operator(*inputs)
     return o, final_state

@@ -25,7 +25,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flacompose.ops._launch import operands
 from flacompose.ops._launch.chip import Chip
 from flacompose.ops._launch.launch import launch
 from flacompose.ops._launch.operands import block, operand, operand_dtype, tile_count
@@ -33,7 +32,6 @@ from flacompose.ops._launch.row_split import Segments
 from flacompose.ops._launch.sequences import MatrixSequences
 from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.matrix.channel_decay import slots
-from flacompose.ops._recurrences.matrix.channel_decay.inputs import Inputs
 from flacompose.ops._recurrences.matrix.channel_decay.kernels import (
     channel_decay_gated_axis_kernel,
     channel_decay_plain_axis_kernel,
@@ -41,6 +39,7 @@ from flacompose.ops._recurrences.matrix.channel_decay.kernels import (
     channel_decay_state_passing_kernel,
 )
 from flacompose.ops._recurrences.matrix.gates_of_channels import C
+from flacompose.ops._recurrences.matrix.inputs import Inputs
 
 CHUNK = C.value
 
@@ -71,7 +70,7 @@ def ends(inputs: Inputs) -> tuple[Tensor, ...]:
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     inputs, d_final_state = _with_probabilities(call.inputs), call.arriving.final_state
-    q, k, v, gk, gv, u, initial_state, *_ = inputs
+    (q, k, v), gk, gv, u, initial_state = inputs[:3], inputs.gk, inputs.gv, inputs.u, inputs.initial_state
     chunks = _Launches(inputs)
     dq, dk, dv, dgk, dgv = (
         None if x is None else chunks.per_token(*x.shape[2:], dtype=dtype or x.dtype)
@@ -111,14 +110,6 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         dq = slots.softmax_gradient(call.inputs.q, dq)
     du = None if du is None else du.sum(0)
     return call.made(q=dq, k=dk, v=dv, gk=dgk, gv=dgv, u=du, initial_state=d_initial_state)
-
-
-def recurrent(inputs: Inputs, count: int | None = None, stride: int | None = None) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, H, V], final_state [N, H, K, V])``, or ``[N, count, H, K, V]`` with `count` and `stride`."""
-    return operands.recurrent(**inputs._asdict(), count=count, stride=stride)
-
-
-steps = recurrent
 
 
 def _with_probabilities(inputs: Inputs) -> Inputs:

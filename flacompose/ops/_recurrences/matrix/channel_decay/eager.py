@@ -22,44 +22,41 @@ from torch import Tensor
 
 from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.chunks import Chunks
-from flacompose.ops._recurrences.matrix.channel_decay.inputs import Inputs
-from flacompose.ops._recurrences.matrix.token import token
+from flacompose.ops._recurrences.matrix.inputs import Inputs
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, softmax, full_precision = inputs
-    if q.shape[1] == 1 and cu_seqlens is None:
-        return token(**inputs._asdict())
-    chunks = Chunks(q, cu_seqlens)
-    if softmax:
+    (q, k, v), u = inputs[:3], inputs.u
+    chunks = Chunks(q, inputs.cu_seqlens)
+    if inputs.softmax:
         q = q.softmax(-1, dtype=chunks.dtype)
-    q_, k_, v_ = chunks.split(q) * scale, chunks.split(k), chunks.split(v)
-    gate_k, gate_v = (None if g is None else Gate(chunks.split(g), u is not None) for g in (gk, gv))
+    q_, k_, v_ = chunks.split(q) * inputs.scale, chunks.split(k), chunks.split(v)
+    gate_k, gate_v = _gates(chunks, inputs)
 
-    S, final_state = _sweep(chunks, k_, v_, gate_k, gate_v, initial_state)
+    S, final_state = _sweep(chunks, k_, v_, gate_k, gate_v, inputs.initial_state)
     o = _read(_read(q_, gate_k) @ S, gate_v)
     diagonal = _dot(q_, _times(k_, _bonus(u, k_)))
     o = chunks.join(o + _pair(q_, k_, diagonal, v_, None, gate_k, gate_v).read)
-    return o if full_precision else o.to(v.dtype), final_state
+    return o if inputs.full_precision else o.to(v.dtype), final_state
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
-    q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, softmax, _ = call.inputs
-    wants = call.wants
-    chunks = Chunks(q, cu_seqlens)
-    if softmax:
+    inputs, wants = call.inputs, call.wants
+    (q, k, v), scale = inputs[:3], inputs.scale
+    chunks = Chunks(q, inputs.cu_seqlens)
+    if inputs.softmax:
         q = q.softmax(-1, dtype=chunks.dtype)
     q_, k_, v_, do_ = chunks.split(q) * scale, chunks.split(k), chunks.split(v), chunks.split(call.do)
-    gate_k, gate_v = (None if g is None else Gate(chunks.split(g), u is not None) for g in (gk, gv))
-    bonus, diagonal = _bonus(u, k_), _dot(do_, v_)
+    gate_k, gate_v = _gates(chunks, inputs)
+    bonus, diagonal = _bonus(inputs.u, k_), _dot(do_, v_)
 
     # Through other chunks: S is the state before each chunk, dS the gradient of the state after it. Within a
     # chunk, by exchange of roles: dq, dk and dgk along the key axis, dv and dgv along the value axis.
     along_k, along_v = wants("q", "k", "gk"), wants("v", "gv")
     if wants("q", "gk", "gv"):
-        S, _ = _sweep(chunks, k_, v_, gate_k, gate_v, initial_state)
+        S, _ = _sweep(chunks, k_, v_, gate_k, gate_v, inputs.initial_state)
     if wants("k", "gk", "v", "gv", "initial_state"):
         dS, d_initial_state = _sweep(chunks, q_, do_, gate_k, gate_v, call.arriving.final_state, reverse=True)
     if along_k:
@@ -75,7 +72,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 
     def of_q() -> Tensor:
         d_read = chunks.join((dq + pairs_k.read) * scale)
-        if not softmax:
+        if not inputs.softmax:
             return d_read
         d_read = d_read.to(q.dtype)
         return q * (d_read - (q * d_read).sum(-1, keepdim=True))
@@ -158,6 +155,13 @@ def _times(x: Tensor, weight: Tensor | None) -> Tensor:
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(-1, keepdim=True)
+
+
+def _gates(chunks: Chunks, inputs: Inputs) -> tuple[Gate | None, Gate | None]:
+    """The decays of the key axis and of the value axis. With a bonus, a read stops before its own gate."""
+    before = inputs.u is not None
+    gk, gv = (None if g is None else Gate(chunks.split(g), before) for g in (inputs.gk, inputs.gv))
+    return gk, gv
 
 
 def _bonus(u: Tensor | None, x: Tensor) -> Tensor | None:

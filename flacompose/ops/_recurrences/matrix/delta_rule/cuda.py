@@ -31,13 +31,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flacompose.ops._launch import operands
-from flacompose.ops._launch.launch import launches_into_graph
 from flacompose.ops._launch.operands import operand
 from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.matrix.delta_rule.gradient_launches import GradientLaunches, Swept
-from flacompose.ops._recurrences.matrix.delta_rule.inputs import NORM_EPS, Inputs
 from flacompose.ops._recurrences.matrix.delta_rule.launches import Launches
+from flacompose.ops._recurrences.matrix.inputs import Inputs
 
 
 def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -99,19 +97,3 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         else:
             made |= rule.gradients(swept, gates=wants("g"))
     return call.made(**made, initial_state=d_initial_state)
-
-
-def recurrent(inputs: Inputs, count: int | None = None, stride: int | None = None) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, HV, V], final_state [N, HV, K, V])``, or ``[N, count, HV, K, V]`` with `count` and `stride`."""
-    return operands.recurrent(**inputs._asdict(), delta_rule=True, count=count, stride=stride)
-
-
-steps = recurrent
-
-
-def update(inputs: Inputs, normalize: int) -> tuple[Tensor, Tensor]:
-    """`recurrent`, which in a graph overwrites the old state. It may divide by norms first."""
-    eps = NORM_EPS if normalize else None
-    return operands.recurrent(
-        **inputs._asdict(), delta_rule=True, norm_eps=eps, in_place=launches_into_graph()
-    )

@@ -35,33 +35,16 @@ from flacompose.ops._recurrences.chunks import Chunks, Sweep
 from flacompose.ops._recurrences.matrix.channel_decay.eager import Gate
 from flacompose.ops._recurrences.matrix.delta_rule import row_split
 from flacompose.ops._recurrences.matrix.delta_rule.factors import inverse, pair, pair_gradient
-from flacompose.ops._recurrences.matrix.delta_rule.inputs import NORM_EPS, Inputs
 from flacompose.ops._recurrences.matrix.delta_rule.row_split import Segment
 from flacompose.ops._recurrences.matrix.head_decay.eager import Decay
-from flacompose.ops._recurrences.matrix.token import token
-from flacompose.ops._tensors.dtype import upcast
+from flacompose.ops._recurrences.matrix.inputs import Inputs
 
 GATES = ("g", "gk")
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
-        return token(**inputs._asdict(), delta_rule=True)
     return row_split.forward(inputs, _Rule)
-
-
-def update(inputs: Inputs, normalize: int) -> tuple[Tensor, Tensor]:
-    """The form "update": one of the others, after dividing queries and keys by their norms if `normalize`."""
-    if normalize:
-        inputs = inputs._replace(q=normalized(inputs.q), k=normalized(inputs.k))
-    return forward(inputs)
-
-
-def normalized(x: Tensor) -> Tensor:
-    """``x [..., K]`` divided by the root of `NORM_EPS` and the sum of its squares, in the dtype of `x`."""
-    wide = upcast(x)
-    return (wide * (wide.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()).to(x.dtype)
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
@@ -128,7 +111,8 @@ class _Rule(Segment):
     """The tokens of a cache block in chunks, ``[B, H, n, R, C, D]``, and the transition of each chunk."""
 
     def __init__(self, inputs: Inputs, chunks: Chunks) -> None:
-        q, k, v, beta, _, _, a, _, _, self.scale, read_before = inputs
+        q, k, v, beta, a = inputs.q, inputs.k, inputs.v, inputs.beta, inputs.a
+        self.scale, read_before = inputs.scale, inputs.read_before
         super().__init__(chunks, q, v, _gate(inputs, chunks, read_before=False))
         self.gate_a = _gate(inputs, chunks, read_before) if read_before else self.gate
         self.k, self.beta = self.split(k), self.split(beta.unsqueeze(-1))

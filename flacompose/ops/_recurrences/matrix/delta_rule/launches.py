@@ -13,17 +13,23 @@ from flacompose.ops._launch.launch import launch
 from flacompose.ops._launch.operands import block, launch_by_gates, operand, tile_count
 from flacompose.ops._recurrences.matrix.channel_decay import cuda as channel_decay
 from flacompose.ops._recurrences.matrix.delta_rule.channel_kernels import delta_channel_factor_kernel
-from flacompose.ops._recurrences.matrix.delta_rule.inputs import Inputs
 from flacompose.ops._recurrences.matrix.delta_rule.kernels import delta_factor_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.state_passing_from_inverses import InverseSweeps
 from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay
+from flacompose.ops._recurrences.matrix.inputs import Inputs
 
 
 class Launches(InverseSweeps):
     """The WY factors of one call, in the form that its chip and its gates ask for."""
 
     def __init__(self, inputs: Inputs, with_r: bool = False, forward: bool = False) -> None:
-        q, k, v, beta, g, gk, a, initial_state, cu_seqlens, scale, read_before = inputs
+        q, k, v, beta, g, gk, a = (getattr(inputs, x) for x in ("q", "k", "v", "beta", "g", "gk", "a"))
+        initial_state, cu_seqlens, scale, read_before = (
+            inputs.initial_state,
+            inputs.cu_seqlens,
+            inputs.scale,
+            inputs.read_before,
+        )
         if read_before and gk is not None:
             raise ValueError(
                 "read_before needs gates of heads, got gates of channels: their kernels read after the decay"

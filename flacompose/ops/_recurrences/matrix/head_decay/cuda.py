@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flacompose.ops._launch import operands
 from flacompose.ops._launch.chip import Chip
 from flacompose.ops._launch.launch import launch
 from flacompose.ops._launch.operands import block, operand, tile_count
@@ -30,8 +29,8 @@ from flacompose.ops._launch.sequences import MatrixSequences
 from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.matrix.gates_of_heads import head_gate_gradient_kernel, head_gate_sum_kernel
 from flacompose.ops._recurrences.matrix.head_decay.gradients import head_decay_gradient_kernel
-from flacompose.ops._recurrences.matrix.head_decay.inputs import Inputs
 from flacompose.ops._recurrences.matrix.head_decay.kernels import head_decay_state_passing_kernel
+from flacompose.ops._recurrences.matrix.inputs import Inputs
 
 BH = 16  # heads of a program of the kernels of gates
 
@@ -56,7 +55,7 @@ def ends(inputs: Inputs) -> tuple[Tensor, ...]:
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     wants, inputs = call.wants, call.inputs
-    q, k, v, g, _, beta, initial_state, *_ = inputs
+    (q, k, v), g, beta, initial_state = inputs[:3], inputs.g, inputs.beta, inputs.initial_state
     gradient_of_gates = wants("g", "g_gamma", "beta")
     sweep = Launches(inputs, gradient_of_gates, fine=wants("g_gamma"))
     dq, dk = (sweep.output_of_keys(q) if wants(name) else None for name in ("q", "k"))
@@ -101,19 +100,12 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     )
 
 
-def recurrent(inputs: Inputs, count: int | None = None, stride: int | None = None) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, HV, V], final_state [N, HV, K, V])``, or ``[N, count, HV, K, V]`` with `count` and `stride`."""
-    return operands.recurrent(**inputs._asdict(), count=count, stride=stride)
-
-
-steps = recurrent
-
-
 class Launches(MatrixSequences):
     """The launches of one call: state passing, gradients, and the gates in the form that both take."""
 
     def __init__(self, inputs: Inputs, gradient_of_gates: bool = False, fine: bool = False) -> None:
-        q, _, v, g, g_gamma, beta, _, cu_seqlens, self.scale = inputs
+        q, v, g, g_gamma, beta = inputs.q, inputs.v, inputs.g, inputs.g_gamma, inputs.beta
+        cu_seqlens, self.scale = inputs.cu_seqlens, inputs.scale
         self.beta = operand(beta)
         self.gradient_of_gates = gradient_of_gates
         self.gated = g is not None or g_gamma is not None or gradient_of_gates

@@ -16,21 +16,18 @@ from torch import Tensor
 
 from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.chunks import Chunks
-from flacompose.ops._recurrences.matrix.head_decay.inputs import Inputs
-from flacompose.ops._recurrences.matrix.token import token
+from flacompose.ops._recurrences.matrix.inputs import Inputs
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    q, k, v, g, g_gamma, beta, initial_state, cu_seqlens, scale = inputs
-    if q.shape[1] == 1 and cu_seqlens is None:
-        return token(**inputs._asdict())
-    chunks = Chunks(q, cu_seqlens)
+    q, k, v = inputs[:3]
+    chunks = Chunks(q, inputs.cu_seqlens)
     q_, k_, v_ = _by_group(chunks, q, k, v)
-    v_ = _times(v_, _strength(chunks, q, beta))
-    q_, decay = q_ * scale, Decay(chunks, q, g, g_gamma)
+    v_ = _times(v_, _strength(chunks, q, inputs.beta))
+    q_, decay = q_ * inputs.scale, Decay(chunks, q, inputs.g, inputs.g_gamma)
 
-    S, final_state = _sweep(chunks, k_ * decay.write, v_, decay, initial_state)
+    S, final_state = _sweep(chunks, k_ * decay.write, v_, decay, inputs.initial_state)
     o = (q_ * decay.read) @ S + ((q_ @ k_.mT).tril() * decay.pair) @ v_
     return chunks.join(o.flatten(1, 2)).to(v.dtype), final_state
 
@@ -43,17 +40,17 @@ def _gates(x: Tensor, g: Tensor | None, g_gamma: Tensor | None) -> Tensor:
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
-    q, k, v, g, g_gamma, beta, initial_state, cu_seqlens, scale = call.inputs
-    wants, gates = call.wants, ("g", "g_gamma")
-    chunks = Chunks(q, cu_seqlens)
+    inputs, wants, gates = call.inputs, call.wants, ("g", "g_gamma")
+    (q, k, v), scale = inputs[:3], inputs.scale
+    chunks = Chunks(q, inputs.cu_seqlens)
     q_, k_, values, do_ = _by_group(chunks, q, k, v, call.do)
-    strength = _strength(chunks, q, beta)
+    strength = _strength(chunks, q, inputs.beta)
     v_ = _times(values, strength)  # the written values
-    q_, decay = q_ * scale, Decay(chunks, q, g, g_gamma)
+    q_, decay = q_ * scale, Decay(chunks, q, inputs.g, inputs.g_gamma)
 
     # Through other chunks: S is the state before each chunk, dS the gradient of the state after it.
     if wants("q", *gates):
-        S, _ = _sweep(chunks, k_ * decay.write, v_, decay, initial_state)
+        S, _ = _sweep(chunks, k_ * decay.write, v_, decay, inputs.initial_state)
         dq = do_ @ S.mT * decay.read
     if wants("k", "v", "beta", "initial_state", *gates):
         dS, d_initial_state = _sweep(

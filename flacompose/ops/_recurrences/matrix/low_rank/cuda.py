@@ -22,19 +22,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flacompose.ops._launch import operands
 from flacompose.ops._launch.chip import Chip
 from flacompose.ops._launch.launch import launch
 from flacompose.ops._launch.operands import launch_by_gates, operand, tile_count
 from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.matrix.channel_decay.cuda import CHUNK
 from flacompose.ops._recurrences.matrix.delta_rule.state_passing import Sweeps
+from flacompose.ops._recurrences.matrix.inputs import Inputs
 from flacompose.ops._recurrences.matrix.low_rank.gradients import (
     low_rank_product_gradient_kernel,
     low_rank_read_gradient_kernel,
     low_rank_write_gradient_kernel,
 )
-from flacompose.ops._recurrences.matrix.low_rank.inputs import Inputs
 from flacompose.ops._recurrences.matrix.low_rank.kernels import (
     low_rank_factor_kernel,
     low_rank_product_kernel,
@@ -76,14 +75,6 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         rule.reverse(do, d_final_state, **backwards)
     made = rule.gradients(do, u, du, S, dS, gates=call.wants("gk"))
     return call.made(**made, v=rule.batched(dv), initial_state=d_initial_state)
-
-
-def recurrent(inputs: Inputs, count: int | None = None, stride: int | None = None) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, H, V], final_state [N, H, K, V])``, or ``[N, count, H, K, V]`` with `count` and `stride`."""
-    return operands.recurrent(**inputs._asdict(), count=count, stride=stride)
-
-
-steps = recurrent
 
 
 class _Launches(Sweeps):

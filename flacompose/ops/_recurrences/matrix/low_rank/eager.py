@@ -33,14 +33,11 @@ from flacompose.ops._recurrences.matrix.delta_rule import row_split
 from flacompose.ops._recurrences.matrix.delta_rule.factors import inverse, pair, pair_gradient
 from flacompose.ops._recurrences.matrix.delta_rule.row_split import Segment
 from flacompose.ops._recurrences.matrix.head_decay.eager import Decay
-from flacompose.ops._recurrences.matrix.low_rank.inputs import Inputs
-from flacompose.ops._recurrences.matrix.token import token
+from flacompose.ops._recurrences.matrix.inputs import Inputs
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
-        return token(**inputs._asdict())
     return row_split.forward(inputs, _Rule)
 
 
@@ -101,7 +98,8 @@ class _Rule(Segment):
     """The tokens of a cache block in chunks, ``[B, H, 1, R, C, D]``, and the transition of each chunk."""
 
     def __init__(self, inputs: Inputs, chunks: Chunks) -> None:
-        q, k, v, a, b, gk, _, _, self.scale, read_before = inputs
+        q, k, v, a, b, gk = inputs.q, inputs.k, inputs.v, inputs.a, inputs.b, inputs.gk
+        self.scale, read_before = inputs.scale, inputs.read_before
 
         def gate(before: bool) -> Gate | Decay:
             if gk is None:
