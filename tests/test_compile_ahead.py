@@ -31,9 +31,11 @@ from flacompose.ops._launch.launch import launching_by  # noqa: E402
 from flacompose.ops._recurrences.elementwise.scan import cuda as scan  # noqa: E402
 from flacompose.ops._recurrences.elementwise.stabilizer import cuda as stabilizer  # noqa: E402
 from flacompose.ops._recurrences.forms import on_cuda  # noqa: E402
+from flacompose.ops._recurrences.matrix import cuda as matrix  # noqa: E402
 from flacompose.ops._recurrences.matrix.channel_decay import cuda as channel_decay  # noqa: E402
 from flacompose.ops._recurrences.matrix.channel_decay import slots  # noqa: E402
 from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay  # noqa: E402
+from flacompose.ops._recurrences.matrix.inputs import Inputs  # noqa: E402
 
 FAMILIES = head_decay, scan, channel_decay
 LAUNCHING = *FAMILIES, slots, stabilizer, row_split
@@ -71,7 +73,8 @@ Compiled = list[tuple[str, bool]]
 
 def ahead(family: ModuleType, form: str) -> warm_up.compile_ahead:
     """What compiles the kernels of a form, or of the "backward", ahead of their launches."""
-    return on_cuda(family.__name__.rpartition(".")[0], form, signature_of(family)).implementation
+    module = family if family in (scan, stabilizer) else matrix
+    return on_cuda(module.__name__.rpartition(".")[0], form, signature_of(module)).implementation
 
 
 @pytest.fixture
@@ -124,16 +127,20 @@ def arguments(family: ModuleType, requires_grad: bool = True) -> tuple[Any, ...]
     if family is scan:
         return q[:, :, 0], g[:, :, 0], None, None
     if family is head_decay:
-        return q, k, v, g[..., 0], None, None, None, None, 1.0
-    return q, k, v, g, None, None, None, None, 1.0, False, False
+        return (*Inputs(q, k, v, g[..., 0]),)
+    return (*Inputs(q, k, v, gk=g),)
+
+
+def gradients(family: ModuleType) -> int:
+    """The number of arguments that have gradients."""
+    return len(signature_of(family).differentiable)
 
 
 def backward(
     family: ModuleType, args: tuple[Any, ...], do: Tensor | None, d_final_state: Tensor | None = None
 ) -> None:
     """The gradients of all inputs."""
-    gradients = {head_decay: 7, scan: 3, channel_decay: 7}[family]
-    mask = [x is not None for x in args[:gradients]]
+    mask = [x is not None for x in args[: gradients(family)]]
     ahead(family, "backward")(*args, do, d_final_state, mask)
 
 
@@ -211,7 +218,7 @@ def test_begun_while_a_graph_is_compiled(family: ModuleType, dynamic: bool, comp
     args = arguments(family, requires_grad=False)
     shapes = ShapeEnv()
     with FakeTensorMode(shape_env=shapes) as mode:
-        mask = [True] * {head_decay: 7, scan: 3, channel_decay: 7}[family]
+        mask = [True] * gradients(family)
         fake = [mode.from_tensor(x, static_shapes=not dynamic) if isinstance(x, Tensor) else x for x in args]
         assert any(isinstance(n, torch.SymInt) for n in fake[0].shape) == dynamic
         ahead(family, "chunk").begin(fake)
@@ -255,21 +262,22 @@ def test_once_a_kind(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("other", ["dtype", "head size", "absent gate", "option", "length"])
 def test_another_kind(other: str, compiled: Compiled) -> None:
     """Of which other kernels are launched, and compiled ahead."""
-    q, k, v, gk, *rest = arguments(channel_decay)
-    ahead(channel_decay, "chunk")(q, k, v, gk, *rest)
+    inputs = Inputs(*arguments(channel_decay))
+    ahead(channel_decay, "chunk")(*inputs)
     before = len(compiled)
+    q, k, v, gk = inputs.q, inputs.k, inputs.v, inputs.gk
+    assert gk is not None
     if other == "dtype":
-        q, k, v, gk = q.bfloat16(), k.bfloat16(), v.bfloat16(), gk.bfloat16()
+        new = {"q": q.bfloat16(), "k": k.bfloat16(), "v": v.bfloat16(), "gk": gk.bfloat16()}
     elif other == "head size":
-        q, k, gk = q[..., :9].contiguous(), k[..., :9].contiguous(), gk[..., :9].contiguous()
+        new = {name: getattr(inputs, name)[..., :9].contiguous() for name in ("q", "k", "gk")}
     elif other == "absent gate":
-        gk = None
+        new = {"gk": None}
     elif other == "length":  # with segments, between which other kernels go
-        q, k, v, gk = (x.repeat(1, 200, 1, 1) for x in (q, k, v, gk))
+        new = {name: getattr(inputs, name).repeat(1, 200, 1, 1) for name in ("q", "k", "v", "gk")}
     else:
-        *rest, _, wide = rest
-        rest = [*rest, True, wide]
-    ahead(channel_decay, "chunk")(q, k, v, gk, *rest)
+        new = {"softmax": True}
+    ahead(channel_decay, "chunk")(*inputs._replace(**new))
     assert before < len(compiled)
     assert all(ahead for _, ahead in compiled)
 

@@ -17,12 +17,13 @@ from families import flat  # noqa: E402
 from launches import CHIPS, Call, Launch, every_call, matrix_calls, recorded, tables_of  # noqa: E402
 
 from flacompose.ops._launch.chip import ADA, HOPPER, Chip, chip_of, is_here  # noqa: E402
+from flacompose.ops._recurrences.matrix import cuda as matrix  # noqa: E402
 from flacompose.ops._recurrences.matrix.channel_decay import cuda as channel_decay  # noqa: E402
-from flacompose.ops._recurrences.matrix.delta_rule import cuda as delta_rule  # noqa: E402
 from flacompose.ops._recurrences.matrix.delta_rule import gradient_launches  # noqa: E402
 from flacompose.ops._recurrences.matrix.delta_rule import launches as delta_rule_launches  # noqa: E402
 from flacompose.ops._recurrences.matrix.delta_rule import state_passing as delta_rule_sweeps  # noqa: E402
 from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay  # noqa: E402
+from flacompose.ops._recurrences.matrix.inputs import SIGNATURE, Inputs  # noqa: E402
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 STATE = "channel_decay gk gv ", "channel_decay_state_passing_kernel", BFLOAT16, 128, 128, {}
@@ -129,9 +130,9 @@ def test_sweep_in_gluon_fits() -> None:
         torch.empty(1, 130, 2, 128, dtype=BFLOAT16, device="meta"),
         torch.empty(1, 130, 2, device="meta"),
     )
-    args = q, q, q, beta, beta, None, None, None, None, 1.0, False
+    args = (*Inputs(q, q, q, beta, beta=beta, delta_rule=True),)
     with tables_of(HOPPER):
-        found = recorded([Call("", flat(delta_rule, "chunk"), "matrix_recurrence_chunk", args)])
+        found = recorded([Call("", flat(matrix, "chunk"), "matrix_recurrence_chunk", args)])
     (sweep,) = (launch for launch in found if launch.name == "hopper_state_passing_kernel")
     assert sweep.module.endswith("hopper.state_passing") and dict(sweep.options)["num_warps"] == 8
     assert sweep.excess(90) is None
@@ -142,9 +143,11 @@ def test_joint_kernel_in_gluon_fits(rows: int, D: int) -> None:
     """Of heads of 64, two programs side by side."""
     q = torch.empty(rows, 130, 2, D, dtype=BFLOAT16, device="meta")
     beta = torch.empty(rows, 130, 2, device="meta")
-    args = q, q, q, beta, beta, None, None, None, None, 1.0, False, q, None, [True] * 5 + [False] * 3
+    inputs = Inputs(q, q, q, beta, beta=beta, delta_rule=True)
+    mask = [getattr(inputs, x) is not None for x in SIGNATURE.differentiable]
+    args = *inputs, q, None, mask
     with tables_of(HOPPER):
-        found = recorded([Call("", flat(delta_rule, "backward"), "matrix_recurrence_backward", args)])
+        found = recorded([Call("", flat(matrix, "backward"), "matrix_recurrence_backward", args)])
     (joint,) = (launch for launch in found if launch.name == "hopper_backward_kernel")
     programs = gradient_launches.AT_ONCE[D] // 132
     assert programs * (joint.compile(90).shared + 1024) <= HOPPER.shared_memory + 1024
@@ -264,8 +267,8 @@ def test_kernels_ahead_are_those_of_the_device(gpus: list[Properties], first: in
     if first:
         gpus.reverse()
     q = torch.empty(1, 130, 2, 128, dtype=BFLOAT16, device="meta")
-    args = q, q, q, q, q, None, None, None, 1.0, False, False
-    calls = [Call("", flat(channel_decay, "chunk"), "matrix_recurrence_chunk", args)]
+    args = (*Inputs(q, q, q, gk=q, gv=q),)
+    calls = [Call("", flat(matrix, "chunk"), "matrix_recurrence_chunk", args)]
     stages = [
         dict(launch.options)["num_stages"]
         for launch in recorded(calls)

@@ -32,6 +32,7 @@ from flacompose.ops._recurrences.elementwise.scan import cuda as scan
 from flacompose.ops._recurrences.elementwise.selective_scan import cuda as selective_scan
 from flacompose.ops._recurrences.fused.slot_attention import cuda as slot_attention
 from flacompose.ops._recurrences.fused.slot_attention.kernels import slot_attention_token_kernel
+from flacompose.ops._recurrences.matrix import cuda as matrix
 from flacompose.ops._recurrences.matrix.channel_decay import cuda as channel_decay
 from flacompose.ops._recurrences.matrix.channel_decay.kernels import (
     channel_decay_gated_axis_kernel,
@@ -71,6 +72,7 @@ from flacompose.ops._recurrences.matrix.delta_rule.kernels import (
 )
 from flacompose.ops._recurrences.matrix.gates_of_heads import head_gate_gradient_kernel, head_gate_sum_kernel
 from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay
+from flacompose.ops._recurrences.matrix.inputs import SIGNATURE, Inputs
 
 Launches = list[tuple[Any, dict[str, Any]]]
 
@@ -88,6 +90,25 @@ def launched(call: Callable[[], Any], into_graph: bool = False) -> tuple[Launche
 
 def described(results: Any) -> list[tuple[Any, ...]]:
     return [(x.shape, x.dtype, x.stride()) for x in results]
+
+
+# The inputs of a scheme in the order in which the tests below give them.
+ORDER = {
+    channel_decay: "q k v gk gv u initial_state cu_seqlens scale softmax full_precision".split(),
+    delta_rule: "q k v beta g gk a initial_state cu_seqlens scale read_before".split(),
+    head_decay: "q k v g g_gamma beta initial_state cu_seqlens scale".split(),
+}
+
+
+def named(scheme: Any, *args: Any) -> list[Any]:
+    """The operator's arguments, from those in the `ORDER` of a scheme, and of a backward ``do, d_state, mask``."""
+    order = ORDER[scheme]
+    inputs = Inputs(**dict(zip(order, args)), delta_rule=scheme is delta_rule)
+    of_backward = list(args[len(order) :])
+    if of_backward:
+        wanted = dict(zip(order, of_backward[-1]))
+        of_backward[-1] = [wanted.get(x, False) for x in SIGNATURE.differentiable]
+    return [*inputs, *of_backward]
 
 
 def test_memory_has_a_dtype_of_its_own() -> None:
@@ -202,7 +223,7 @@ def test_what_is_mild_is_found_once(gates: tuple[str, ...]) -> None:
     q, k, v, g, do = torch.zeros(5, 1, 5, 2, 16)
     gk, gv = (g if name in gates else None for name in ("gk", "gv"))
     args = q, k, v, gk, gv, None, None, None, 1.0, False, False, do, None, [True] * 7
-    launches, _ = launched(lambda: flat(channel_decay, "backward")(*args))
+    launches, _ = launched(lambda: flat(channel_decay, "backward")(*named(channel_decay, *args)))
     alone = len(gates) == 1
     found = [arguments["mild"] for kernel, arguments in launches if kernel is channel_decay_plain_axis_kernel]
     told = [arguments for kernel, arguments in launches if kernel is channel_decay_gated_axis_kernel]
@@ -225,7 +246,7 @@ def test_unwanted_gradients_cost_nothing(wanted: str, expected: set[Any]) -> Non
     beta, g = torch.zeros(2, 1, 5, 2)
     mask = [name == wanted for name in ("q", "k", "v", "beta", "g", "gk", "a", "initial_state")]
     args = q, k, v, beta, g, None, None, torch.zeros(1, 2, 16, 16), None, 1.0, False, do, None, mask
-    launches, _ = launched(lambda: flat(delta_rule, "backward")(*args))
+    launches, _ = launched(lambda: flat(delta_rule, "backward")(*named(delta_rule, *args)))
     assert {kernel for kernel, _ in launches} == expected | {head_gate_sum_kernel, delta_factor_kernel}
 
 
@@ -262,7 +283,9 @@ def test_gluon_on_hopper(
     beta, g = torch.zeros(2, 1, 5, 6)
     args = q, k, v, beta, g, None, None, None, None, 1.0, False, do, None, [True] * 5 + [False] * 3
     with tables_of(chip):
-        launches, (dq, *_) = launched(lambda: flat(delta_rule, "backward")(*args), into_graph)
+        launches, (dq, *_) = launched(
+            lambda: flat(delta_rule, "backward")(*named(delta_rule, *args)), into_graph
+        )
     assert dq.shape == q.shape
     found = [
         (kernel, x["dq"].shape[-2], x.get("of_group"), x.get("ADDS")) for kernel, x in launches if "dq" in x
@@ -313,7 +336,9 @@ def test_gluon_sweeps_forwards(change: str, taken: bool) -> None:
     args = q, k, v, beta, g_, gk if change == "channels" else None, a if change == "a" else None
     args += None, None, 1.0, change == "before"
     with tables_of(AMPERE if change == "Ampere" else HOPPER):
-        launches, (o, _) = launched(lambda: flat(delta_rule, "chunk")(*args), change == "graph")
+        launches, (o, _) = launched(
+            lambda: flat(delta_rule, "chunk")(*named(delta_rule, *args)), change == "graph"
+        )
     assert o.shape == v.shape
     kernels = {kernel for kernel, _ in launches}
     assert (hopper_inverse_kernel in kernels) == (hopper_state_passing_kernel in kernels) == taken
@@ -342,7 +367,7 @@ def test_heads_are_added_after_states_are_free(wanted: str, sums: int) -> None:
     mask = [name in wanted.split() for name in ("q", "k", "v", "beta", *[""] * 4)]
     args = q, q, v, beta, beta.float(), *[None] * 4, 1.0, False, v, None, mask
     with tables_of(HOPPER), launching_by(record):
-        flat(delta_rule, "backward")(*args)
+        flat(delta_rule, "backward")(*named(delta_rule, *args))
     assert len(states) == 1
     assert are_free == [True] * sums
 
@@ -381,7 +406,8 @@ def test_gluon_joins_sweep_and_gradients(change: str, taken: bool, monkeypatch: 
     mask = {"values": [False, False, True], "keys": [False, True, False]}.get(change, [True] * 3)
     with tables_of(AMPERE if change == "Ampere" else HOPPER):
         launches, _ = launched(
-            lambda: flat(delta_rule, "backward")(*args, v, None, [*mask, *[False] * 5]), change == "graph"
+            lambda: flat(delta_rule, "backward")(*named(delta_rule, *args, v, None, [*mask, *[False] * 5])),
+            change == "graph",
         )
     kernels = {kernel for kernel, _ in launches}
     assert (hopper_backward_kernel in kernels) == taken
@@ -417,7 +443,7 @@ def test_gluon_adds_up_few_heads(group: int, kernel: Any) -> None:
     beta = torch.zeros(1, 5, group)
     args = q, q, v, beta, None, None, None, None, None, 1.0, False, v, None, [True] * 4 + [False] * 4
     with tables_of(HOPPER):
-        launches, _ = launched(lambda: flat(delta_rule, "backward")(*args))
+        launches, _ = launched(lambda: flat(delta_rule, "backward")(*named(delta_rule, *args)))
     assert {found for found, x in launches if "dq" in x} == {kernel}
 
 
@@ -432,7 +458,7 @@ def test_gluon_reads_by_any_vector_before_and_after_the_decay(
     gates, mask = torch.zeros(2, 1, 5, 2), [True] * 5 + [False, with_a, False]
     args = q, q, do, *gates, None, a, None, None, 1.0, read_before, do, None, mask
     with tables_of(HOPPER):
-        launches, gradients = launched(lambda: flat(delta_rule, "backward")(*args))
+        launches, gradients = launched(lambda: flat(delta_rule, "backward")(*named(delta_rule, *args)))
     kernels = {kernel for kernel, _ in launches}
     if with_a and first:
         assert {delta_factor_kernel, delta_head_gradient_kernel} <= kernels
@@ -447,7 +473,7 @@ def test_gluon_reads_by_any_vector_before_and_after_the_decay(
     assert {x["READ_BEFORE"] for x in told} == {x["READ_BEFORE"] for _, x in launches if "READ_BEFORE" in x}
     assert {x["READ_BEFORE"] for x in told} == {read_before}
     assert all(x["a"] is a for x in told)
-    assert not with_a or gradients[6].shape == q.shape
+    assert not with_a or gradients[SIGNATURE.differentiable.index("a")].shape == q.shape
 
 
 @pytest.mark.parametrize(
@@ -470,7 +496,7 @@ def test_few_rows_restart(B: int, chunks: int, chip: Chip, into_graph: bool, seg
     q, gates = torch.zeros(B, 64 * chunks, 2, 128, dtype=torch.bfloat16), torch.zeros(2, B, 64 * chunks, 2)
     args = q, q, q, *gates, None, None, None, None, 1.0, False
     with tables_of(chip):
-        launches, _ = launched(lambda: flat(delta_rule, "chunk")(*args), into_graph)
+        launches, _ = launched(lambda: flat(delta_rule, "chunk")(*named(delta_rule, *args)), into_graph)
     sweeps = [(x["SEGMENTS"], x["RESTARTS"]) for _, x in launches if "RESTARTS" in x]
     # One launch for the ends, if there are any, and one for all tokens.
     assert sweeps == [(segments, segments > 1)] * min(segments, 2)
@@ -504,7 +530,9 @@ def test_few_programs_sweep_both_ways(
     mask = [False, False, True, *[False] * 5] if change == "values" else [True] * 6 + [False] * 2
     args = q, q, v, beta, None, gk, None, None, cu_seqlens, 1.0, False, v, None, mask
     with tables_of(HOPPER):
-        launches, _ = launched(lambda: flat(delta_rule, "backward")(*args), change == "graph")
+        launches, _ = launched(
+            lambda: flat(delta_rule, "backward")(*named(delta_rule, *args)), change == "graph"
+        )
     both = [x for kernel, x in launches if kernel is delta_both_directions_kernel]
     apart = [x for kernel, x in launches if kernel is delta_backward_state_passing_kernel]
     assert (len(both), len(apart)) == (two_way, not two_way)
@@ -542,7 +570,7 @@ def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) ->
         [True] * 4 + [False, True, True, False],
     )
     with tables_of(chip):
-        launches, _ = launched(lambda: flat(delta_rule, "backward")(*args))
+        launches, _ = launched(lambda: flat(delta_rule, "backward")(*named(delta_rule, *args)))
     in_gluon = (
         hopper_channel_gradient_kernel,
         hopper_channel_block_gradient_kernel,
@@ -591,7 +619,7 @@ def test_gates_of_heads_beside_those_of_channels(wanted: bool) -> None:
     mask = [True] * 4 + [wanted, True, False, False]
     args = q, q, v, beta, g if wanted else None, gk, None, None, None, 1.0, False, v, None, mask
     with Sums():
-        launched(lambda: flat(delta_rule, "backward")(*args))
+        launched(lambda: flat(delta_rule, "backward")(*named(delta_rule, *args)))
     assert sums == [gk.shape] * wanted
 
 
@@ -611,24 +639,19 @@ def test_values_beside_others_are_not_copied(B: int, rows: int, copied: bool) ->
     q, k = torch.zeros(2, B, 5, 2, 16)
     v = torch.zeros(B, rows, 96)[:, :5, 32:64].unflatten(2, (2, 16))
     args = q, k, v, torch.zeros(B, 5, 2), None, None, None, None, None, 1.0
-    launches, _ = launched(lambda: flat(delta_rule, "chunk")(*args))
+    launches, _ = launched(lambda: flat(delta_rule, "chunk")(*named(delta_rule, *args)))
     (found,) = (arguments for kernel, arguments in launches if kernel is delta_state_passing_kernel)
     assert (found["v"].data_ptr() != v.data_ptr()) == copied
     assert found["v_token"] == (32 if copied else 96)
 
 
-FAMILIES = {"delta": delta_rule, "scalar": head_decay, "vector": channel_decay}
+def launch_recurrent(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> None:
+    """The recurrent form, and the form that stores states."""
+    inputs = Inputs(q, k, v, cu_seqlens=cu_seqlens)
+    flat(matrix, "recurrent")(*inputs)
+    flat(matrix, "steps")(*inputs, 1, 1)
 
 
-def launch_recurrent(family: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> None:
-    """The recurrent form of a family, and the form that stores states."""
-    gates = {"delta": (v[..., 0], *(None,) * 3), "scalar": (None,) * 3, "vector": (None,) * 3}[family]
-    args = q, k, v, *gates, None, cu_seqlens, 1.0, *((False, False) if family == "vector" else ())
-    flat(FAMILIES[family], "recurrent")(*args)
-    flat(FAMILIES[family], "steps")(*args, 1, 1)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("B", "T", "rows", "copied"),
@@ -642,12 +665,12 @@ def launch_recurrent(family: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: T
     ],
 )
 def test_one_token_after_the_other_is_not_copied(
-    B: int, T: int, rows: int, copied: bool, dtype: torch.dtype, family: str
+    B: int, T: int, rows: int, copied: bool, dtype: torch.dtype
 ) -> None:
     """Of a projection to all of them, unless there is also more between rows of several tokens. `v` has more heads."""
     wide = torch.zeros(B, rows, 160, dtype=dtype)[:, :T]
     q, k, v = (x.unflatten(2, (-1, 16)) for x in wide.split([32, 32, 96], 2))
-    launches, _ = launched(lambda: launch_recurrent(family, q, k, v))
+    launches, _ = launched(lambda: launch_recurrent(q, k, v))
     assert len(launches) == 2
     for _, arguments in launches:
         for name, x in (("q", q), ("k", k), ("v", v)):
@@ -661,16 +684,15 @@ def test_one_token_after_the_other_is_not_copied(
 def test_strides_of_one_are_of_no_account(T: int) -> None:
     """Those of axes with one head, of one number."""
     q, k, v = (torch.zeros(1000).as_strided((2, T, 1, 1), (3 * T, 3, 7, 9), i) for i in range(3))
-    launches, _ = launched(lambda: launch_recurrent("vector", q, k, v))
+    launches, _ = launched(lambda: launch_recurrent(q, k, v))
     for _, arguments in launches:
         assert [arguments[name] for name in "qkv"] == [Is(x) for x in (q, k, v)]
         assert [arguments[f"{name}_token"] for name in "qkv"] == [3 * T if T == 1 else 3] * 3
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("N", [None, 5], ids=["rows", "packed"])
 @pytest.mark.parametrize("one", ["", "row", "token"])
-def test_tokens_beside_others_at_every_length(family: str, N: int | None, one: str) -> None:
+def test_tokens_beside_others_at_every_length(N: int | None, one: str) -> None:
     """Of a projection whose width is open, too, nothing is copied and nothing asked."""
     symbol = Symbols()
     with FakeTensorMode(shape_env=symbol.env):
@@ -680,7 +702,7 @@ def test_tokens_beside_others_at_every_length(family: str, N: int | None, one: s
         q, k, v = (wide[..., i : i + n].unflatten(2, (n // 16, 16)) for i, n in ((0, 32), (32, 32), (64, 96)))
         cu_seqlens = None if N is None else torch.empty(symbol("N", N + 1), dtype=torch.int64)
         known = len(symbol.env.guards)
-        launches, _ = launched(lambda: launch_recurrent(family, q, k, v, cu_seqlens))
+        launches, _ = launched(lambda: launch_recurrent(q, k, v, cu_seqlens))
     assert len(launches) == 2
     for _, arguments in launches:
         assert [arguments[name] for name in "qkv"] == [Is(x) for x in (q, k, v)]
@@ -693,7 +715,7 @@ def test_no_scores_of_mild_chunks() -> None:
     """The forward of one gate on the value axis makes those of the others alone."""
     q, k, v, gv = torch.zeros(4, 1, 5, 2, 16)
     args = q, k, v, None, gv, None, None, None, 1.0, False, False
-    launches, _ = launched(lambda: flat(channel_decay, "chunk")(*args))
+    launches, _ = launched(lambda: flat(channel_decay, "chunk")(*named(channel_decay, *args)))
     mild, scored, strong = (
         arguments
         for kernel, arguments in launches
@@ -727,11 +749,11 @@ def test_many_sequences_are_not_cut(family: Any, sequences: int) -> None:
     T = 200 * 64
     q, k, v = torch.empty(3, 1, T, 2, 16, device="meta")
     cu_seqlens = torch.empty(sequences + 1, dtype=torch.int64, device="meta")
-    gates = {delta_rule: (v[..., 0], None, None, None)}.get(family, (None,) * 3)
-    options = (False, False) if family is channel_decay else ()
-    args = q, k, v, *gates, None, cu_seqlens, 1.0, *options
     if family is scan:
         args = q[:, :, 0], k[:, :, 0], None, cu_seqlens
+    else:
+        given = {"beta": v[..., 0], "delta_rule": True} if family is delta_rule else {}
+        args = (*Inputs(q, k, v, gk=k if family is channel_decay else None, cu_seqlens=cu_seqlens, **given),)
     launches, _ = launched(lambda: flat(family, "chunk")(*args))
     cut = any(arguments.get("ends") is not None for _, arguments in launches)
     assert cut == (sequences == 1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import flat
+from families import flat, signature_of
 from torch import Tensor
 from torch._C import _AutoDispatchBelowAutograd
 from torch._ops import OpOverload
@@ -23,8 +23,8 @@ from flacompose.ops._launch import replay as replay_module
 from flacompose.ops._launch.launch import launch, launching_by
 from flacompose.ops._launch.replay import Replay
 from flacompose.ops._recurrences.elementwise.scan import cuda as scan
-from flacompose.ops._recurrences.matrix.channel_decay import cuda as channel_decay
-from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay
+from flacompose.ops._recurrences.matrix import cuda as matrix
+from flacompose.ops._recurrences.matrix.inputs import Inputs
 
 
 class Driver:
@@ -245,15 +245,16 @@ def test_nothing_but_allocations_and_launches_is_repeated(
     """Of a training step's forward and backward, whose inputs are as the kernels take them."""
     q, k, v, g, do = torch.randn(5, 1, 70, 2, 24, dtype=torch.bfloat16)
     module, args, do = {
-        "scalar": (head_decay, (q, k, v, g[..., 0].contiguous(), None, None, None, None, 1.0), do),
+        "scalar": (matrix, (*Inputs(q, k, v, g[..., 0].contiguous()),), do),
         "scan": (
             scan,
             (q[:, :, 0].contiguous(), g[:, :, 0].contiguous(), None, None),
             do[:, :, 0].contiguous(),
         ),
-        "vector": (channel_decay, (q, k, v, g, None, None, None, None, 1.0, False, False), do),
+        "vector": (matrix, (*Inputs(q, k, v, gk=g),), do),
     }[family]
-    mask = [x is not None for x in args[: {"scalar": 7, "scan": 3, "vector": 7}[family]]]
+    differentiable = signature_of(module).differentiable
+    mask = [x is not None for x in args[: len(differentiable)]]
 
     def launched(recorder: Any, kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
         recorder.lines.append(recorder.call(print, *args, **kwargs))

@@ -11,6 +11,7 @@ from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.fused.slot_attention import eager
 from flacompose.ops._recurrences.fused.slot_attention.inputs import Inputs
 from flacompose.ops._recurrences.fused.slot_attention.kernels import slot_attention_token_kernel
+from flacompose.ops._recurrences.matrix import cuda as matrix
 from flacompose.ops._recurrences.matrix.channel_decay import cuda as channel_decay
 
 
@@ -44,7 +45,7 @@ def token(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
-    return eager.backward(call, channel_decay.recurrent, channel_decay.backward)
+    return eager.backward(call, matrix.recurrent, channel_decay.backward)
 
 
 def token_config(K: int, M: int, V: int) -> dict[str, int]:
