@@ -28,12 +28,13 @@ SHARES_HEADS = ("head_decay", "delta_rule")
 
 
 def part(family: str, name: str) -> ModuleType:
-    return import_module(f"{PACKAGES['matrix' if family in SCHEMES else family]}.{name}")
+    of_matrix = family in (*SCHEMES, operator("matrix"))
+    return import_module(f"{PACKAGES['matrix' if of_matrix else family]}.{name}")
 
 
 def operator(family: str) -> str:
     """The first part of the names of the operators."""
-    return "matrix_recurrence" if family in SCHEMES or family == "matrix" else family
+    return "matrix_recurrence" if family in (*SCHEMES, "matrix") else family
 
 
 def reference(family: str) -> Callable[..., Any]:

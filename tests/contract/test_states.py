@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 import torch._dynamo
+from families import operator
 from ranks import BATCH, HEADS, check_sharded, on_two_ranks, placement
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -226,7 +227,7 @@ def test_export(case: OpCase, device: torch.device) -> None:
         for name in problem.tensors
     }
     program = export(Op(case), (problem.tensors,), dynamic_shapes={"tensors": shapes})
-    form = case.forward if case.form == "forward" else f"{case.family}_steps"
+    form = case.forward if case.form == "forward" else f"{operator(case.family)}_steps"
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)

@@ -40,8 +40,8 @@ def check(
     first_argument = inputs._fields[0]
     first, first_name = inputs[0], names.get(first_argument, first_argument)
     sizes: dict[str, int] = {}
-    for argument, optional, axes, new, cast in _tensors_of(op, shared_heads):
-        x = getattr(inputs, argument)
+    # The inputs begin with these tensors.
+    for x, (argument, optional, axes, new, cast) in zip(inputs, _tensors_of(op, shared_heads)):
         if x is None and optional and argument not in required:
             continue
         name = names.get(argument, argument)
