@@ -71,18 +71,9 @@ def chunk_comba(
     before = reads_before(erase)
     scale = require.scale(scale, q)
     given = op.Inputs(
-        q,
-        k,
-        v,
-        g,
-        beta=beta,
-        a=p,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
-        delta_rule=True,
-        read_before=before,
-    )
+        q, k, v, g, beta=beta, a=p, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
+        delta_rule=True, read_before=before,
+    )  # fmt: skip
     require.flags(output_final_state=output_final_state)
     return run(op.chunk, _inputs(given, use_qk_l2norm_in_kernel), output_final_state)
 
@@ -115,18 +106,9 @@ def fused_recurrent_comba(
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
     scale = require.scale(scale, q)
     given = op.Inputs(
-        q,
-        k,
-        v,
-        g,
-        beta=beta,
-        a=p,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
-        delta_rule=True,
-        read_before=before,
-    )
+        q, k, v, g, beta=beta, a=p, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
+        delta_rule=True, read_before=before,
+    )  # fmt: skip
     return run(form, _inputs(given, use_qk_l2norm_in_kernel), wanted)
 
 

@@ -61,17 +61,9 @@ def chunk_dplr_delta_rule(
     """
     scale = require.scale(scale, q)
     inputs = op.Inputs(
-        q,
-        k,
-        v,
-        gk=gk,
-        a=a,
-        b=b,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
+        q, k, v, gk=gk, a=a, b=b, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
         read_before=True,
-    )
+    )  # fmt: skip
     check(op, inputs, required=("gk", "a", "b"), shared_heads=False, output_final_state=output_final_state)
     return run(op.chunk, inputs, output_final_state)
 
@@ -101,16 +93,8 @@ def fused_recurrent_dplr_delta_rule(
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
     scale = require.scale(scale, q)
     inputs = op.Inputs(
-        q,
-        k,
-        v,
-        gk=gk,
-        a=a,
-        b=b,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
+        q, k, v, gk=gk, a=a, b=b, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
         read_before=True,
-    )
+    )  # fmt: skip
     check(op, inputs, required=("gk", "a", "b"), shared_heads=False)
     return run(form, inputs, wanted)

@@ -155,15 +155,8 @@ def _product(
         g = torch.where(upcast(g).exp() == 0, g.detach(), g)
         g = F.pad(g.unsqueeze(2), (0, 0, 0, n - 1)).flatten(1, 2)
     inputs = op.Inputs(
-        q,
-        k,
-        v,
-        g,
-        beta=beta,
-        initial_state=initial_state,
-        cu_seqlens=stretched(cu_seqlens, n),
-        scale=scale,
+        q, k, v, g, beta=beta, initial_state=initial_state, cu_seqlens=stretched(cu_seqlens, n), scale=scale,
         delta_rule=True,
-    )
+    )  # fmt: skip
     o, final_state = run(form, inputs, output_final_state)
     return o.unflatten(1, (T, n))[:, :, -1].contiguous(), final_state

@@ -80,16 +80,8 @@ def chunk_gated_delta_rule(
     """
     scale = require.scale(scale, q)
     inputs = op.Inputs(
-        q,
-        k,
-        v,
-        g,
-        beta=beta,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
-        delta_rule=True,
-    )
+        q, k, v, g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, delta_rule=True,
+    )  # fmt: skip
     logits = () if use_gate_in_kernel is False else ("g",)
     check(op, inputs, required=("beta", "g"), logits=logits, output_final_state=output_final_state)
     inputs = with_gates(
@@ -129,16 +121,8 @@ def fused_recurrent_gated_delta_rule(
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
     scale = require.scale(scale, q)
     inputs = op.Inputs(
-        q,
-        k,
-        v,
-        g,
-        beta=beta,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
-        delta_rule=True,
-    )
+        q, k, v, g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, delta_rule=True,
+    )  # fmt: skip
     logits = () if use_gate_in_kernel is False else ("g",)
     check(op, inputs, required=("beta", "g"), logits=logits)
     inputs = with_gates(
@@ -178,6 +162,7 @@ def with_gates(
     if normalize:
         inputs = with_norms(inputs)
     if sigmoid:
+        assert inputs.beta is not None
         (beta,) = without_tail(cu_seqlens, inputs.beta)
         inputs = inputs._replace(beta=upcast(beta, q).sigmoid() * (2 if neg_eigval else 1))
     return inputs

@@ -164,15 +164,7 @@ def _run(
     erased, written = product(k, b), product(v, w)
     beta = torch.ones_like(written[..., 0])
     inputs = op.Inputs(
-        q,
-        k,
-        written,
-        gk=g,
-        beta=beta,
-        a=erased,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
-        delta_rule=True,
-    )
+        q, k, written, gk=g, beta=beta, a=erased, initial_state=initial_state, cu_seqlens=cu_seqlens,
+        scale=scale, delta_rule=True,
+    )  # fmt: skip
     return run(form, inputs, output_final_state)

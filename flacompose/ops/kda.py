@@ -78,16 +78,9 @@ def chunk_kda(
     """
     scale = require.scale(scale, q)
     inputs = op.Inputs(
-        q,
-        k,
-        v,
-        gk=g,
-        beta=beta,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
+        q, k, v, gk=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
         delta_rule=True,
-    )
+    )  # fmt: skip
     logits = () if use_gate_in_kernel is False else ("gk",)
     check(
         op, inputs, {"gk": "g"}, required=("beta", "gk"), logits=logits, output_final_state=output_final_state
@@ -130,16 +123,9 @@ def fused_recurrent_kda(
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
     scale = require.scale(scale, q)
     inputs = op.Inputs(
-        q,
-        k,
-        v,
-        gk=g,
-        beta=beta,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
+        q, k, v, gk=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
         delta_rule=True,
-    )
+    )  # fmt: skip
     logits = () if use_gate_in_kernel is False else ("gk",)
     check(op, inputs, {"gk": "g"}, required=("beta", "gk"), logits=logits)
     inputs = with_gates(

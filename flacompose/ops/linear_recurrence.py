@@ -86,11 +86,10 @@ def linear_recurrence(
         TypeError: If an argument has the wrong type or dtype.
     """
     scale = require.scale(scale, q)
-    options = {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "scale": scale}
-    given = {"g": g, "gk": gk, "gv": gv, "u": u, "beta": beta, "a": a, "b": b}
     inputs = op.Inputs(
-        q, k, v, **given, **options, delta_rule=beta is not None, read_before=reads_before(erase)
-    )
+        q, k, v, g, None, gk, gv, u, beta, a, b, initial_state, cu_seqlens, scale,
+        delta_rule=beta is not None, read_before=reads_before(erase),
+    )  # fmt: skip
     check(op, inputs, output_final_state=output_final_state)
     _check_combination(gv, beta, a, b, erase, u, read)
     if read == "before" and u is None:

@@ -60,17 +60,9 @@ def chunk_rwkv7(
     """
     scale = require.scale(scale, r)
     inputs = op.Inputs(
-        r,
-        k,
-        v,
-        gk=w,
-        a=a,
-        b=b,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
+        r, k, v, gk=w, a=a, b=b, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
         read_before=True,
-    )
+    )  # fmt: skip
     check(
         op,
         inputs,
@@ -107,16 +99,8 @@ def fused_recurrent_rwkv7(
     form, wanted = recurrent_form(op, r, output_final_state, cu_seqlens, output_states)
     scale = require.scale(scale, r)
     inputs = op.Inputs(
-        r,
-        k,
-        v,
-        gk=w,
-        a=a,
-        b=b,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
+        r, k, v, gk=w, a=a, b=b, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
         read_before=True,
-    )
+    )  # fmt: skip
     check(op, inputs, {"q": "r", "gk": "w"}, required=("gk", "a", "b"), shared_heads=False)
     return run(form, inputs, wanted)

@@ -39,8 +39,7 @@ def matrix_recurrence(
     With `u`, ``o_t = scale * (S_{t-1} + diag(u) k_t v_t^T)^T q_t``.
     """
     B, T, HV, V = v.shape
-    a = k if a is None else a
-    q, k, a, b = (None if x is None else x.repeat_interleave(HV // x.shape[2], 2) for x in (q, k, a, b))
+    q, k, read_by = (x.repeat_interleave(HV // x.shape[2], 2) for x in (q, k, k if a is None else a))
     S = q.new_zeros(B, HV, q.shape[-1], V) if initial_state is None else initial_state
     o = []
     for t in range(T):
@@ -53,9 +52,10 @@ def matrix_recurrence(
             S = gk[:, t, :, :, None].exp() * S
         if gv is not None:
             S = gv[:, t, :, None, :].exp() * S
-        read = torch.einsum("bhk,bhkv->bhv", a[:, t], before if read_before else S)
+        read = torch.einsum("bhk,bhkv->bhv", read_by[:, t], before if read_before else S)
         if b is not None:
-            S = S + b[:, t, :, :, None] * read[:, :, None, :]
+            of_head = b[:, t].repeat_interleave(HV // b.shape[2], 1)
+            S = S + of_head[..., None] * read[:, :, None, :]
         value = v[:, t] - read if delta_rule else v[:, t]
         if beta is not None:
             value = beta[:, t, :, None] * value

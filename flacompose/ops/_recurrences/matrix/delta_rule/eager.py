@@ -112,6 +112,7 @@ class _Rule(Segment):
 
     def __init__(self, inputs: Inputs, chunks: Chunks) -> None:
         q, k, v, beta, a = inputs.q, inputs.k, inputs.v, inputs.beta, inputs.a
+        assert beta is not None
         self.scale, read_before = inputs.scale, inputs.read_before
         super().__init__(chunks, q, v, _gate(inputs, chunks, read_before=False))
         self.gate_a = _gate(inputs, chunks, read_before) if read_before else self.gate

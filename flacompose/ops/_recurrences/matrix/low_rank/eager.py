@@ -100,6 +100,7 @@ class _Rule(Segment):
     def __init__(self, inputs: Inputs, chunks: Chunks) -> None:
         q, k, v, a, b, gk = inputs.q, inputs.k, inputs.v, inputs.a, inputs.b, inputs.gk
         self.scale, read_before = inputs.scale, inputs.read_before
+        assert a is not None and b is not None
 
         def gate(before: bool) -> Gate | Decay:
             if gk is None:
