@@ -17,11 +17,11 @@ from torch import Tensor
 
 from flacompose.ops._recurrences.elementwise.scan.reference import scan
 from flacompose.ops._recurrences.elementwise.selective_scan.reference import selective_scan
-from flacompose.ops._recurrences.fused.slot_attention.reference import slot_attention
 from flacompose.ops._recurrences.matrix.channel_decay.reference import channel_decay
 from flacompose.ops._recurrences.matrix.delta_rule.reference import delta_rule
 from flacompose.ops._recurrences.matrix.head_decay.reference import head_decay
 from flacompose.ops._recurrences.matrix.low_rank.reference import low_rank
+from flacompose.ops._recurrences.matrix.slot_attention_reference import slot_attention
 from flacompose.ops.retention import log_decay
 
 Functions = ModuleType | SimpleNamespace

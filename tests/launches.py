@@ -32,7 +32,6 @@ from flacompose.ops._recurrences.fused.mamba3 import cuda as mamba3
 from flacompose.ops._recurrences.fused.mlstm import cuda as mlstm
 from flacompose.ops._recurrences.fused.normalizer import cuda as normalizer
 from flacompose.ops._recurrences.fused.rotary import cuda as rotation
-from flacompose.ops._recurrences.fused.slot_attention import cuda as slot_attention
 from flacompose.ops._recurrences.matrix.channel_decay import cuda as channel_decay
 from flacompose.ops._recurrences.matrix.delta_rule import cuda as delta_rule
 from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay
@@ -301,21 +300,6 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
         masks = _masks("q k v gk gv u initial_state", "q", "k", "v", "q k v")
         described = f"channel_decay {gates} {' '.join(options)} {at} {gate_dtype} gates"
         yield from _calls(described, channel_decay, args, v, masks, state)
-
-    # One token has one kernel, whatever the others have. The slots are as many as the values.
-    for G in (1, 2) if bounds is None else ():
-        one = [new(1, 1, H, *size, dtype=dtype) for size in ((G, K), (K,), (V,), (V,))]
-        states = state, new(1, H, V, V)
-        for gate_dtype, given in product(gate_dtypes, (states, (None, None))):
-            args = *one, new(1, 1, H, V, dtype=gate_dtype), *given, 1.0
-            from_states = "" if given[0] is None else "from states "
-            described = f"slot_attention {from_states}groups={G} {at} {gate_dtype} gates"
-            yield Call(described, flat(slot_attention, "token"), "slot_attention_token", args)
-            masks = _masks("q k v s g initial_k initial_v", *(x for x in ("q", "s", "g") if K == V == 64))
-            do, d_states = new(1, 1, H, G, V, dtype=dtype), (None, None)
-            for mask in masks if given[0] is not None else ():
-                given_back = *args, do, *d_states, mask
-                yield Call(described, flat(slot_attention, "backward"), "slot_attention_backward", given_back)
 
     if bounds is None:
         one = [new(1, 1, H, size, dtype=dtype) for size in (K, K, V)]
