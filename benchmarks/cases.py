@@ -18,8 +18,8 @@ from torch import Tensor
 
 from flacompose.ops._recurrences.elementwise.scan.reference import scan
 from flacompose.ops._recurrences.elementwise.selective_scan.reference import selective_scan
-from flacompose.ops._recurrences.fused.slot_attention.reference import slot_attention
 from flacompose.ops._recurrences.matrix.reference import matrix_recurrence
+from flacompose.ops._recurrences.matrix.slot_attention_reference import slot_attention
 from flacompose.ops.retention import log_decay
 
 delta_rule = partial(matrix_recurrence, delta_rule=True)

@@ -1,1 +1,0 @@
-"""One token of gated slot attention: two passes of channel decay, with a softmax between them."""
