@@ -83,8 +83,7 @@ def launch_of(
     chip: Chip, start: str, kernel: str, dtype: torch.dtype, K: int, V: int, constants: dict[str, Any]
 ) -> Launch:
     def has(launch: Launch) -> bool:
-        given = {launch.signature[i][0]: value for i, value in launch.constants}
-        return launch.name.endswith(kernel) and constants.items() <= given.items()
+        return launch.name.endswith(kernel) and constants.items() <= launch.given.items()
 
     with tables_of(chip):
         found = recorded(call for call in matrix_calls(dtype, K, V, 130) if call.at.startswith(start))

@@ -28,13 +28,15 @@ from torch import Tensor
 from flacompose.ops._launch import operands
 from flacompose.ops._launch.chip import Chip
 from flacompose.ops._launch.launch import launch
-from flacompose.ops._launch.operands import block, operand, operand_dtype, tile_count
+from flacompose.ops._launch.operands import block, launch_by_gates, operand, operand_dtype, tile_count
 from flacompose.ops._launch.row_split import Segments
 from flacompose.ops._launch.sequences import MatrixSequences
 from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.matrix.channel_decay import slots
 from flacompose.ops._recurrences.matrix.channel_decay.inputs import Inputs
 from flacompose.ops._recurrences.matrix.channel_decay.kernels import (
+    Results,
+    Vectors,
     channel_decay_gated_axis_kernel,
     channel_decay_plain_axis_kernel,
     channel_decay_score_kernel,
@@ -58,7 +60,7 @@ def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     if inputs.gv is None:
         chunks.plain(q, k, v, S, o, for_gradient=False)
     else:
-        chunks.gated(q, k, v, None, S, None, read=o)
+        chunks.gated(q, k, v, None, S, None, Results(read=o))
     return chunks.batched(o), final_state
 
 
@@ -102,9 +104,9 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         if dk is not None:
             mild_v = chunks.plain(v, do, q, dS, dk, reverse=True, transpose=True)
     if gv is not None:
-        chunks.gated(q, k, v, do, S, dS, write=dv, dg2=dgv, mild=mild_v)
+        chunks.gated(q, k, v, do, S, dS, Results(write=dv, dg2=dgv), mild_v)
     if gk is not None or u is not None:
-        chunks.gated(do, v, k, q, S, dS, read=dq, write=dk, dg2=dgk, du=du, mild=mild_k, transpose=True)
+        chunks.gated(do, v, k, q, S, dS, Results(dq, dk, dgk, du), mild_k, transpose=True)
 
     dq, dk, dv, dgk, dgv = (None if x is None else chunks.batched(x) for x in (dq, dk, dv, dgk, dgv))
     if inputs.softmax and dq is not None:
@@ -212,25 +214,13 @@ class _Launches(MatrixSequences):
         """
         g, u = (self.gv, None) if transpose else (self.gk, self.u)
         axes = self.axes(transpose)
-        config = plain_config(self.bfloat16, axes["D1"], axes["D2"])
-        grid = (tile_count(axes["D2"], config["BD2"]) * self.chunks * self.H,)
+        config = plain_config(self.bfloat16, axes.D1, axes.D2)
+        programs = tile_count(axes.D2, config["BD2"]) * self.chunks * self.H
         mild = None if g is None else self.per_chunk(self.H, dtype=torch.int8)
-        arguments = {**self.arguments, **axes, "REVERSE": reverse, "FOR_GRADIENT": for_gradient, **config}
-        for only_mild in (True,) if g is None else (True, False):
-            launch(
-                channel_decay_plain_axis_kernel,
-                grid,
-                a,
-                b,
-                x,
-                g,
-                u,
-                S,
-                out,
-                mild,
-                MILD=only_mild,
-                **arguments,
-            )
+        tensors = {"a": a, "b": b, "x": x, "g": g, "u": u, "S": S, "out": out, "mild": mild}
+        flags = {"REVERSE": reverse, "FOR_GRADIENT": for_gradient}
+        parts = tensors, self.arguments, {"axes": axes}, flags, config
+        launch_by_gates(channel_decay_plain_axis_kernel, programs, *parts, gated=g is not None)
         return mild
 
     def gated(
@@ -241,26 +231,24 @@ class _Launches(MatrixSequences):
         y: Tensor | None,
         S: Tensor | None,
         dS: Tensor | None,
-        read: Tensor | None = None,
-        write: Tensor | None = None,
-        dg2: Tensor | None = None,
-        du: Tensor | None = None,
+        made: Results,
         mild: Tensor | None = None,
         transpose: bool = False,
     ) -> None:
-        """Fill `read`, `write`, `dg2` and `du`, if given, along an axis with gates or a bonus.
+        """Fill the given ones of `made`, along an axis with gates or a bonus.
 
         `mild` are the marks that `plain` has returned for these gates. Without it, each tile tests its gates.
         """
-        writes, reads = write is not None or dg2 is not None, read is not None or dg2 is not None
-        if not (writes or reads or du is not None):
+        writes = made.write is not None or made.dg2 is not None
+        reads = made.read is not None or made.dg2 is not None
+        if all(x is None for x in made):
             return
         g1, g2 = (self.gv, self.gk) if transpose else (self.gk, self.gv)
         if g2 is None:  # there is a bonus, and no gate
             g2 = torch.zeros_like(x)
         axes = self.axes(transpose)
-        config = gated_config(self.bfloat16, axes["D1"], axes["D2"])
-        tiles = tile_count(axes["D2"], config["BD2"])
+        config = gated_config(self.bfloat16, axes.D1, axes.D2)
+        tiles = tile_count(axes.D2, config["BD2"])
         # If only reads are wanted and one tile has the whole axis, the kernel computes P itself for chunks
         # with factorisable gates. The tile sees all gates of a chunk, so `mild` tells `score` which whole
         # chunks to leave out.
@@ -269,11 +257,10 @@ class _Launches(MatrixSequences):
         known = mild is not None
         if mild is None:
             mild = self.per_chunk(self.H, tiles, dtype=torch.int8)
-        tensors = {"a": a, "b": b, "x": x, "y": y, "g1": g1, "g2": g2, "u": self.u if transpose else None}
-        tensors |= {"S": S if reads else None, "dS": dS if writes else None}
-        tensors |= {"read": read, "write": write, "dg2": dg2, "du": du, "mild": mild}
+        tensors = {"vectors": Vectors(a, b, x, y), "g1": g1, "g2": g2, "u": self.u if transpose else None}
+        tensors |= {"S": S if reads else None, "dS": dS if writes else None, "made": made, "mild": mild}
         grid = (tiles * self.chunks * self.H,)
-        arguments = {**self.arguments, **axes, "KNOWN": known, **config}
+        arguments = {**self.arguments, "axes": axes, "KNOWN": known, **config}
         for only_mild in (True, False):
             if fused and not only_mild:
                 P = self.score(a, b, None, None, mild)

@@ -140,12 +140,12 @@ class Launches(MatrixSequences):
 
     def config(self, transpose: bool) -> dict[str, int]:
         axes = self.axes(transpose)
-        return sweep_config(self.chip, self.bfloat16, self.step, axes["D1"], axes["D2"])
+        return sweep_config(self.chip, self.bfloat16, self.step, axes.D1, axes.D2)
 
     def tiles(self, transpose: bool) -> tuple[int, int]:
         """The number of tiles of a state along the contracted axis and along the other."""
         axes, config = self.axes(transpose), self.config(transpose)
-        return tile_count(axes["D1"], config["BD1"]), tile_count(axes["D2"], config["BD2"])
+        return tile_count(axes.D1, config["BD1"]), tile_count(axes.D2, config["BD2"])
 
     def output_of_keys(self, q: Tensor) -> Tensor:
         """Memory for the gradient of queries or keys.
@@ -195,7 +195,7 @@ class Launches(MatrixSequences):
             **tensors,
             **self.gates,
             **self.arguments,
-            **self.axes(transpose),
+            **self.axes(transpose)._asdict(),
             **self.config(transpose),
             "a": a,
             "b": b,
