@@ -33,7 +33,6 @@ from flacompose.ops._recurrences.fused.mlstm import cuda as mlstm
 from flacompose.ops._recurrences.fused.normalizer import cuda as normalizer
 from flacompose.ops._recurrences.fused.rotary import cuda as rotation
 from flacompose.ops._recurrences.fused.slot_attention import cuda as slot_attention
-from flacompose.ops._recurrences.fused.ssd import cuda as ssd
 from flacompose.ops._recurrences.matrix.channel_decay import cuda as channel_decay
 from flacompose.ops._recurrences.matrix.delta_rule import cuda as delta_rule
 from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay
@@ -259,13 +258,6 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
             args = q, k, v, *present, beta if "beta" in gates else None, states, cu_seqlens, 1.0
             masks = _masks("q k v g g_gamma beta initial_state", "q", "k", "v", "q k v", "g")
             yield from _calls(f"head_decay {gates} groups={groups} {at}", head_decay, args, v, masks, states)
-        for given in ("", "D z dt_bias", "D") if K <= 256 else ():
-            D, z, bias = (x if name in given else None for name, x in (("D", g), ("z", v), ("dt_bias", g)))
-            D, bias = (None if x is None else new(HV, *E) for x, E in ((D, (1,)), (bias, ())))
-            args = v, g, new(HV), q, k, D, z, bias, states, cu_seqlens, bias is not None, 0.0, 1.0
-            masks = _masks("x dt A B C D z dt_bias initial_state", "x B C", "dt", "z", "D")
-            masks = [[want and x is not None for want, x in zip(mask, args)] for mask in masks]
-            yield from _calls(f"ssd {given} groups={groups} {at}", ssd, args, v, filter(any, masks), states)
         if groups > 2:
             continue
         args = q, k, v, g, beta, g, new(N, HV, K), cu_seqlens, 1.0, 0.0

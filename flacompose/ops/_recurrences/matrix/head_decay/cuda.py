@@ -131,12 +131,9 @@ class Launches(MatrixSequences):
         # products.
         gamma, sums, rest = operand(g_gamma), None, None
         if g is not None or gradient_of_gates:
-            sums, rest = self.sum_gates(operand(g), gamma)
+            sums, rest = sum_gates(self, operand(g), gamma)
             gamma = None
         self.gates = {"gamma": gamma, "sums": sums, "rest": rest}
-
-    def sum_gates(self, g: Tensor | None, gamma: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return sum_gates(self, g, gamma)
 
     def config(self, transpose: bool) -> dict[str, int]:
         axes = self.axes(transpose)
@@ -187,11 +184,8 @@ class Launches(MatrixSequences):
 
         The other `tensors` are its arguments by name; those that are not given are absent.
         """
-        optional = ["initial", "out", "states", "ends", "sum_g", "final"]
-        optional += ["skip", "z", "z_token", "do", "dy", "dz", "d_skip"]
         arguments = {
-            **dict.fromkeys(optional),
-            "E": 1,
+            **dict.fromkeys(("initial", "out", "states", "ends", "sum_g", "final")),
             **tensors,
             **self.gates,
             **self.arguments,
@@ -290,18 +284,16 @@ class Launches(MatrixSequences):
 def sum_gates(
     sequences: MatrixSequences, g: Tensor | None, gamma: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The running sums of gates within each chunk, ``[chunks, H, C]``: for float32 products two, to be added."""
+    """The running sums of gates within each chunk, ``[chunks, H, C]``: for float32 products two, to be added.
+
+    Sums over 64 tokens are precise enough for products in bfloat16.
+    """
     H, C = sequences.H, sequences.C
-    sums, rest = running_sums(sequences)
+    sums = sequences.per_chunk(H, C)
+    rest = None if sequences.bfloat16 and C <= 64 else sequences.per_chunk(H, C)
     grid = (sequences.chunks, tile_count(H, BH))
     launch(head_gate_sum_kernel, grid, g, gamma, sums, rest, **sequences.positions, H=H, C=C, BH=BH)
     return sums, rest
-
-
-def running_sums(sequences: MatrixSequences) -> tuple[Tensor, Tensor | None]:
-    """Memory for the running sums of gates. Sums over 64 tokens are precise enough for products in bfloat16."""
-    H, C = sequences.H, sequences.C
-    return sequences.per_chunk(H, C), None if sequences.bfloat16 and C <= 64 else sequences.per_chunk(H, C)
 
 
 def gate_gradient(

@@ -92,13 +92,6 @@ def head_decay_state_passing_kernel(
     ends,  # [SEGMENTS, N, H, D1, D2], after each segment but the last, with the strides of states
     sum_g,  # [SEGMENTS, N, H], the sum of each segment's gates
     final,  # [N, H, D1, D2], with the strides of states
-    # The operations around a scan of Mamba-2, absent elsewhere: see `_recurrences/fused/ssd`.
-    skip,  # [H, E], the weight with which `x` is added to the outputs
-    z,  # [tokens, H, D2], the gate of the sum, before silu; z_token elements separate its tokens
-    do,  # [tokens, H, D2], the gradient of the gated sum: with it `dy`, `dz`, `d_skip` replace `out`
-    dy,  # [tokens, H, D2], the gradient of the sum
-    dz,  # [tokens, H, D2]
-    d_skip,  # [SEGMENTS, N, H, D2]
     cu_seqlens,
     T,
     N,
@@ -108,7 +101,6 @@ def head_decay_state_passing_kernel(
     HX,
     SEGMENTS,
     first_tile,  # of `D1`; None for 0, which needs fewer registers
-    z_token,
     D1: tl.constexpr,
     D2: tl.constexpr,
     stride1: tl.constexpr,
@@ -119,7 +111,6 @@ def head_decay_state_passing_kernel(
     BD2: tl.constexpr,
     BP: tl.constexpr,
     TILES: tl.constexpr,  # of `D1` from the first on
-    E: tl.constexpr,
     REVERSE: tl.constexpr,
     FINE: tl.constexpr,
     DOT: tl.constexpr,
@@ -130,16 +121,15 @@ def head_decay_state_passing_kernel(
     ``out_t = beta_t scale * S^T a_t``.
 
     One program has one segment of one sequence, and a tile of its state. It starts at zero if `initial` is
-    absent, and stores `out`, `states`, `ends` and `final`, if given, and with `do` those of `dy`, `dz` and
-    `d_skip`. It proceeds in chunks of `C` tokens, one or more of which form a chunk of `CS`. With `FINE`, the
-    update of the state is a product in two parts, which keeps more digits: the gradient of `gamma` is a sum
-    over all tokens, whose terms nearly cancel.
+    absent, and stores `out`, `states`, `ends` and `final`, if given. It proceeds in chunks of `C` tokens, one
+    or more of which form a chunk of `CS`. With `FINE`, the update of the state is a product in two parts,
+    which keeps more digits: the gradient of `gamma` is a sum over all tokens, whose terms nearly cancel.
 
     The tile is held transposed, as the left factor of products, which stays in registers, and as a tuple of
     parts of `BP` rows, so that the registers hold one part at a time in the dtype of products.
     """
     GATED: tl.constexpr = gamma is not None or sums is not None
-    READS: tl.constexpr = out is not None or dz is not None
+    READS: tl.constexpr = out is not None
     PARTS: tl.constexpr = BD1 // BP
     scale = in_float32(scale)
     tile, segment, nh = split_program(TILES * ((D2 + BD2 - 1) // BD2), SEGMENTS)
@@ -172,11 +162,6 @@ def head_decay_state_passing_kernel(
                 S_ /= unit
         S += (S_,)
     gates = tl.zeros([], dtype=tl.float32)
-    if skip is not None:
-        at_skip = h * E + (d2 if E == D2 else d2 * 0)
-        weight = tl.load(skip + at_skip, mask=d2 < D2, other=0.0).to(tl.float32)[:, None]
-    if d_skip is not None:
-        d_weight = tl.zeros([BD2], dtype=tl.float32)
 
     t = tl.arange(0, C)
     if gamma is not None:
@@ -232,13 +217,6 @@ def head_decay_state_passing_kernel(
         at_x = (start * HX + hx) * D2 + t[None, :] * (HX * D2) + d2[:, None]
         in_out = (t < remaining)[None, :] & (d2 < D2)[:, None]
         x_ = tl.load(x + at_x, mask=in_out, other=0.0)  # [D2, tokens]
-        # Loaded while the output is computed.
-        if z is not None:
-            z_ = tl.load(
-                z + start * z_token + t[None, :] * z_token + h * D2 + d2[:, None], mask=in_out, other=0.0
-            )
-        if do is not None:
-            do_ = tl.load(do + at_x, mask=in_out, other=0.0)
 
         # 3. The outputs: the reads of the state, and of the tokens of the chunk.
         writers = ()
@@ -273,24 +251,6 @@ def head_decay_state_passing_kernel(
             out_ *= unit
             if partial is not None:
                 out_ += tl.load(partial + at_out, mask=in_out, other=0.0)
-            if skip is not None:
-                out_ += weight * x_.to(tl.float32)
-        if z is not None:
-            z_ = z_.to(tl.float32)
-            s = tl.sigmoid(z_)
-            if READS:
-                gated = out_ * (s * (1 + z_ * (1 - s)) if do is not None else z_ * s)
-        if do is not None:
-            dy_ = do_.to(tl.float32)
-            if dz is not None:
-                tl.store(dz + at_x, (dy_ * gated).to(dz.dtype.element_ty), mask=in_out)
-            if z is not None:
-                dy_ *= z_ * s
-                tl.store(dy + at_x, dy_.to(dy.dtype.element_ty), mask=in_out)
-            if d_skip is not None:
-                d_weight += tl.sum(dy_ * x_.to(tl.float32), 1)
-        elif READS:
-            out_ = out_ if z is None else gated
             tl.store(out + at_out, out_.to(out.dtype.element_ty), mask=in_out)
         # 4. The state after the chunk.
         weighted = x_
@@ -318,7 +278,5 @@ def head_decay_state_passing_kernel(
         elif final is not None:
             if segment == SEGMENTS - 1:
                 tl.store(final + nh * D1 * D2 + at, S_.to(final.dtype.element_ty), mask=inside)
-    if d_skip is not None:
-        tl.store(d_skip + (segment * N * H + nh) * D2 + d2, d_weight, mask=d2 < D2)
     if sum_g is not None:
         tl.store(sum_g + segment * N * H + nh, gates / LOG2_E)

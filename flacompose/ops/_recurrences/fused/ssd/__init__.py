@@ -1,1 +1,0 @@
-"""Mamba-2's scan: head decay with its time steps, skip and gate."""
