@@ -171,7 +171,7 @@ def configurations(function: Any, *choices: Any) -> Iterator[tuple[Any, Any]]:
     ("function", "choices", "digest"),
     [
         (channel_decay.state_config, (BOTH, SIZES, SIZES, BOTH), "09d7c8cc24547c9d"),
-        (head_decay.sweep_config, (BOTH, (32, 64), SIZES, SIZES), "f2cac5c1c9c6909a"),
+        (head_decay.plan.sweep_config, (BOTH, (32, 64), SIZES, SIZES), "f2cac5c1c9c6909a"),
         (delta_rule_sweeps.sweep_config, (BOTH, SIZES, SIZES, (2, 64, 1000)), "76be16f5a545c7fa"),
         (delta_rule_sweeps.join_config, (BOTH, SIZES), "65fbc21e32172651"),
         (gradient_launches.channel_config, (BOTH,), "52e3d26836d43c16"),
@@ -197,7 +197,7 @@ def test_products_in_bfloat16_stay_wide(capability: int) -> None:
             mine, hopper = (channel_decay.state_config(x, True, *args) for x in (chip, HOPPER))
             assert (mine["BK"], mine["BV"]) == (hopper["BK"], hopper["BV"])
         for C in (32, 64):
-            config = head_decay.sweep_config(chip, True, C, K, V)
+            config = head_decay.plan.sweep_config(chip, True, C, K, V)
             assert min(config[name] for name in ("BD1", "BD2", "BP")) == 64
     assert {gradient_launches.channel_config(chip, True)[name] for name in ("BK", "BV")} == {64}
 
@@ -207,15 +207,15 @@ def test_products_in_bfloat16_stay_wide(capability: int) -> None:
 )
 def test_chunks_of_groups(group: int, tokens: int) -> None:
     """Long ones where a program takes more than 16 of the heads that share keys, as measured."""
-    assert head_decay.chunk_size(True, 32, True, group, 128, 128) == tokens
+    assert head_decay.plan.chunk_size(True, 32, True, group, 128, 128) == tokens
     if group > 1:  # and otherwise not
         for bfloat16, K, fine in ((False, 128, False), (True, 64, False), (True, 128, True)):
-            assert head_decay.chunk_size(bfloat16, 32, True, group, K, 128, fine) == 64
+            assert head_decay.plan.chunk_size(bfloat16, 32, True, group, K, 128, fine) == 64
 
 
 def test_tiles_of_head_decay_are_padded_least() -> None:
     for D in range(1, 513):
-        size = head_decay.sweep_config(HOPPER, True, 32, D, D)["BD1"]
+        size = head_decay.plan.sweep_config(HOPPER, True, 32, D, D)["BD1"]
         tiles = -(-D // size)
         assert tiles == -(-D // 256)
         assert tiles * size - D < 64 * tiles
