@@ -134,7 +134,11 @@ class Launch:
         found: dict[str, Any] = {}
         for (i, *path), value in self.constants:
             name, type_of = self.signature[i]
-            found |= {type_of._fields[path[0]] if path else name: value} if not isinstance(value, tuple) else value._asdict()
+            found |= (
+                {type_of._fields[path[0]] if path else name: value}
+                if not isinstance(value, tuple)
+                else value._asdict()
+            )
         return found
 
     def compile(self, capability: int) -> Any:

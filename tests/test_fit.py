@@ -170,7 +170,7 @@ def configurations(function: Any, *choices: Any) -> Iterator[tuple[Any, Any]]:
 @pytest.mark.parametrize(
     ("function", "choices", "digest"),
     [
-        (channel_decay.state_config, (BOTH, SIZES, SIZES, BOTH), "09d7c8cc24547c9d"),
+        (channel_decay.plan.state_config, (BOTH, SIZES, SIZES, BOTH), "09d7c8cc24547c9d"),
         (head_decay.plan.sweep_config, (BOTH, (32, 64), SIZES, SIZES), "f2cac5c1c9c6909a"),
         (delta_rule_sweeps.sweep_config, (BOTH, SIZES, SIZES, (2, 64, 1000)), "76be16f5a545c7fa"),
         (delta_rule_sweeps.join_config, (BOTH, SIZES), "65fbc21e32172651"),
@@ -194,7 +194,7 @@ def test_products_in_bfloat16_stay_wide(capability: int) -> None:
     chip = CHIPS[capability]
     for K, V in product(SIZES, SIZES):
         for args in product((K,), (V,), BOTH):
-            mine, hopper = (channel_decay.state_config(x, True, *args) for x in (chip, HOPPER))
+            mine, hopper = (channel_decay.plan.state_config(x, True, *args) for x in (chip, HOPPER))
             assert (mine["BK"], mine["BV"]) == (hopper["BK"], hopper["BV"])
         for C in (32, 64):
             config = head_decay.plan.sweep_config(chip, True, C, K, V)

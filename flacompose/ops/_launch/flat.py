@@ -14,9 +14,7 @@ from typing import Any
 import triton
 
 
-def without_tuples(
-    kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
+def without_tuples(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The kernel whose parameters are no tuples, and its arguments by name."""
     arguments, fields = {}, {}
     for name, x in (dict(zip(kernel.arg_names, args, strict=False)) | kwargs).items():

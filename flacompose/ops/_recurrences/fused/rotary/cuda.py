@@ -37,9 +37,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, ...]:
     )
     v, v_token = by_token(v)
     given = run.vectors, v, _dense(inputs.initial_k), _dense(inputs.initial_v), made
-    launch(
-        rotary_kernel, (run.chunks * HV * R,), *given, v_token=v_token, num_warps=WARPS, **run.arguments
-    )
+    launch(rotary_kernel, (run.chunks * HV * R,), *given, v_token=v_token, num_warps=WARPS, **run.arguments)
     return *map(run.batched, made[:4]), *made[4:]
 
 

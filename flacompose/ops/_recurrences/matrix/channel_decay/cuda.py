@@ -26,13 +26,12 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._launch import operands
-from flacompose.ops._launch.chip import Chip
 from flacompose.ops._launch.launch import launch
-from flacompose.ops._launch.operands import block, launch_by_gates, operand, operand_dtype, tile_count
+from flacompose.ops._launch.operands import launch_by_gates, operand, operand_dtype, tile_count
 from flacompose.ops._launch.row_split import Segments
 from flacompose.ops._launch.sequences import MatrixSequences
 from flacompose.ops._operators.signature import BackwardCall, Gradients
-from flacompose.ops._recurrences.matrix.channel_decay import slots
+from flacompose.ops._recurrences.matrix.channel_decay import plan, slots
 from flacompose.ops._recurrences.matrix.channel_decay.inputs import Inputs
 from flacompose.ops._recurrences.matrix.channel_decay.kernels import (
     Results,
@@ -55,7 +54,7 @@ def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
         *inputs.v.shape[2:], dtype=torch.float32 if inputs.full_precision else inputs.v.dtype
     )
     final_state = chunks.state(torch.float32)
-    q, k, v = map(operand, inputs[:3])
+    q, k, v = map(operand, (inputs.q, inputs.k, inputs.v))
     S = chunks.states(k, v, inputs.initial_state, final_state)
     if inputs.gv is None:
         chunks.plain(q, k, v, S, o, for_gradient=False)
@@ -73,7 +72,7 @@ def ends(inputs: Inputs) -> tuple[Tensor, ...]:
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     inputs, d_final_state = _with_probabilities(call.inputs), call.arriving.final_state
-    q, k, v, gk, gv, u, initial_state, *_ = inputs
+    q, k, v, gk, gv, u = inputs.q, inputs.k, inputs.v, inputs.gk, inputs.gv, inputs.u
     chunks = _Launches(inputs)
     dq, dk, dv, dgk, dgv = (
         None if x is None else chunks.per_token(*x.shape[2:], dtype=dtype or x.dtype)
@@ -92,7 +91,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     S = dS = mild_k = mild_v = None
     of_gates = dgk is not None or dgv is not None
     if dq is not None or of_gates:
-        S = chunks.states(k, v, initial_state)
+        S = chunks.states(k, v, inputs.initial_state)
     stored = dk is not None or dv is not None or of_gates
     if stored or d_initial_state is not None:
         dS = chunks.states(q, do, d_final_state, d_initial_state, stored=stored, reverse=True)
@@ -140,7 +139,7 @@ class _Launches(MatrixSequences):
         super().__init__(inputs.q, inputs.v, inputs.cu_seqlens, inputs.scale, CHUNK)
         self.gk, self.gv, self.u = operand(inputs.gk), operand(inputs.gv), operand(inputs.u)
         self.arguments["READ_BEFORE"] = inputs.u is not None
-        self.state_config = state_config(self.chip, self.bfloat16, self.K, self.V, self.gk is not None)
+        self.state_config = plan.state_config(self.chip, self.bfloat16, self.K, self.V, self.gk is not None)
         self.tiles = tile_count(self.K, self.state_config["BK"]) * tile_count(self.V, self.state_config["BV"])
         state, gates = (self.H, self.K, self.V), {"gk": "sum_gk", "gv": "sum_gv"}
         self.row = Segments(self, self.chunks_of_row, self.H * self.tiles, state, gates)
@@ -181,20 +180,9 @@ class _Launches(MatrixSequences):
         """
         D = a.shape[-1]
         P = self.per_chunk(self.H, CHUNK, CHUNK)
-        config = score_config(self.bfloat16, D)
-        launch(
-            channel_decay_score_kernel,
-            (self.chunks * self.H,),
-            a,
-            b,
-            g,
-            u,
-            P,
-            mild,
-            **self.arguments,
-            D=D,
-            **config,
-        )
+        config = plan.score_config(self.bfloat16, D)
+        grid, tensors = (self.chunks * self.H,), (a, b, g, u, P, mild)
+        launch(channel_decay_score_kernel, grid, *tensors, **self.arguments, D=D, **config)
         return P
 
     def plain(
@@ -214,7 +202,7 @@ class _Launches(MatrixSequences):
         """
         g, u = (self.gv, None) if transpose else (self.gk, self.u)
         axes = self.axes(transpose)
-        config = plain_config(self.bfloat16, axes.D1, axes.D2)
+        config = plan.plain_config(self.bfloat16, axes.D1, axes.D2)
         programs = tile_count(axes.D2, config["BD2"]) * self.chunks * self.H
         mild = None if g is None else self.per_chunk(self.H, dtype=torch.int8)
         tensors = {"a": a, "b": b, "x": x, "g": g, "u": u, "S": S, "out": out, "mild": mild}
@@ -247,7 +235,7 @@ class _Launches(MatrixSequences):
         if g2 is None:  # there is a bonus, and no gate
             g2 = torch.zeros_like(x)
         axes = self.axes(transpose)
-        config = gated_config(self.bfloat16, axes.D1, axes.D2)
+        config = plan.gated_config(self.bfloat16, axes.D1, axes.D2)
         tiles = tile_count(axes.D2, config["BD2"])
         # If only reads are wanted and one tile has the whole axis, the kernel computes P itself for chunks
         # with factorisable gates. The tile sees all gates of a chunk, so `mild` tells `score` which whole
@@ -265,38 +253,3 @@ class _Launches(MatrixSequences):
             if fused and not only_mild:
                 P = self.score(a, b, None, None, mild)
             launch(channel_decay_gated_axis_kernel, grid, P=P, **tensors, MILD=only_mild, **arguments)
-
-
-def state_config(chip: Chip, bfloat16: bool, K: int, V: int, has_gk: bool) -> dict[str, int]:
-    """Block sizes of the state, warps and pipeline stages.
-
-    The sums of gates are computed for each tile of the other axis, so that axis has the larger tiles.
-    """
-    if not bfloat16:
-        return {"BK": block(K, 32), "BV": block(V, 32), "num_warps": 4, "num_stages": 2}
-    BK, BV = (_cut(K), block(V, 128)) if has_gk else (block(K, 128), _cut(V))
-    return {"BK": BK, "BV": BV, "num_warps": 4, "num_stages": 2 if chip.is_small else 3}
-
-
-def _cut(D: int) -> int:
-    return block(D, 64 if D > 64 else 32)
-
-
-def score_config(bfloat16: bool, D: int) -> dict[str, int]:
-    """Block size of the contracted axis, warps and pipeline stages."""
-    return {"BD": block(D, 64 if bfloat16 else 32), "num_warps": 4, "num_stages": 1 if bfloat16 else 2}
-
-
-def plain_config(bfloat16: bool, D1: int, D2: int) -> dict[str, int]:
-    """Block sizes of the contracted and the other axis, warps and pipeline stages."""
-    BD2, stages = (block(D2, 128), 3) if bfloat16 else (block(D2, 32), 2)
-    return {"BD1": block(D1, 32), "BD2": BD2, "num_warps": 4, "num_stages": stages}
-
-
-def gated_config(bfloat16: bool, D1: int, D2: int) -> dict[str, int]:
-    """`plain_config` for `channel_decay_gated_axis_kernel`.
-
-    Triton 3.6 miscompiles narrower tiles in bfloat16 on Hopper.
-    """
-    BD1, BD2 = (64, 64) if bfloat16 else (block(D1, 32), block(D2, 32))
-    return {"BD1": BD1, "BD2": BD2, "num_warps": 4, "num_stages": 2}

@@ -240,7 +240,7 @@ def head_decay_gradient_kernel(
     added up over heads too. With `FINE` states are float32, and are multiplied in two parts.
     """
     q, k, v, do, beta = vectors
-    _, sums, rest = gates
+    sums, rest = gates.sums, gates.rest
     dq, dk, d_sums, d_total, d_beta = made
     TILES: tl.constexpr = (K + BK - 1) // BK
     BLOCKS: tl.constexpr = C // BC
