@@ -82,29 +82,38 @@ class Launch:
 
     module: str
     name: str
-    signature: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[int, Any], ...]
-    aligned: tuple[int, ...]
+    signature: tuple[tuple[str, Any], ...]  # of a tuple, the types of its fields
+    constants: tuple[tuple[tuple[int, ...], Any], ...]  # by their paths, as Triton calls places in tuples
+    aligned: tuple[tuple[int, ...], ...]
     options: tuple[tuple[str, int], ...]
 
     @classmethod
     def of(cls, kernel: Any, *args: Any, **kwargs: Any) -> Launch:
         options = tuple((name, kwargs.pop(name)) for name in OPTIONS if name in kwargs)
         arguments = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-        signature, constants, aligned = [], [], []
+        constants, aligned = [], []
+
+        def type_of(value: Any, specialized: bool, *path: int) -> Any:
+            if isinstance(value, tuple):  # Triton specializes numbers in tuples always
+                return type(value)(*(type_of(x, True, *path, i) for i, x in enumerate(value)))
+            specialized = specialized and type(value) is int
+            if value is None or (specialized and value == 1):
+                constants.append((path, value))
+                return "constexpr"
+            if isinstance(value, Tensor) or (specialized and value % 16 == 0):
+                aligned.append(path)
+            if isinstance(value, Tensor):
+                return TYPES[value.dtype]
+            return "fp32" if isinstance(value, float) else "i32"
+
+        signature = []
         for i, parameter in enumerate(kernel.params):
             value = arguments[parameter.name]
-            specialized = not parameter.do_not_specialize and type(value) is int
-            if parameter.is_constexpr or value is None or (specialized and value == 1):
+            if parameter.is_constexpr:
+                constants.append(((i,), value))
                 signature.append((parameter.name, "constexpr"))
-                constants.append((i, value))
-            elif isinstance(value, Tensor):
-                signature.append((parameter.name, TYPES[value.dtype]))
-                aligned.append(i)
             else:
-                signature.append((parameter.name, "fp32" if isinstance(value, float) else "i32"))
-                if specialized and value % 16 == 0:
-                    aligned.append(i)
+                signature.append((parameter.name, type_of(value, not parameter.do_not_specialize, i)))
         return cls(
             kernel.fn.__module__, kernel.fn.__name__, *map(tuple, (signature, constants, aligned)), options
         )
@@ -113,12 +122,21 @@ class Launch:
     def source(self) -> ASTSource:
         kernel = getattr(import_module(self.module), self.name)
         source = GluonASTSource if kernel.is_gluon() else ASTSource
-        return source(
-            kernel,
-            dict(self.signature),
-            {(i,): value for i, value in self.constants},
-            {(i,): [["tt.divisibility", 16]] for i in self.aligned},
-        )
+        attributes = {path: [["tt.divisibility", 16]] for path in self.aligned}
+        return source(kernel, dict(self.signature), dict(self.constants), attributes)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The constants by the names of their parameters, or of their fields in tuples."""
+        found: dict[str, Any] = {}
+        for (i, *path), value in self.constants:
+            name, type_of = self.signature[i]
+            found |= (
+                {type_of._fields[path[0]] if path else name: value}
+                if not isinstance(value, tuple)
+                else value._asdict()
+            )
+        return found
 
     def compile(self, capability: int) -> Any:
         """What Triton knows of it once it is compiled for a GPU of this compute capability."""
@@ -145,8 +163,8 @@ class Launch:
         return None
 
     def __str__(self) -> str:
-        constants = {self.signature[i][0]: value for i, value in self.constants}
-        return f"{self.name} { ({n: x for n, x in constants.items() if x is not None}) } {dict(self.options)}"
+        constants = {name: x for name, x in self.given.items() if x is not None}
+        return f"{self.name} {constants} {dict(self.options)}"
 
 
 @contextmanager

@@ -87,8 +87,7 @@ def launch_of(
     chip: Chip, start: str, kernel: str, dtype: torch.dtype, K: int, V: int, constants: dict[str, Any]
 ) -> Launch:
     def has(launch: Launch) -> bool:
-        given = {launch.signature[i][0]: value for i, value in launch.constants}
-        return launch.name.endswith(kernel) and constants.items() <= given.items()
+        return launch.name.endswith(kernel) and constants.items() <= launch.given.items()
 
     with tables_of(chip):
         found = recorded(call for call in matrix_calls(dtype, K, V, 130) if call.at.startswith(start))
@@ -174,8 +173,8 @@ def configurations(function: Any, *choices: Any) -> Iterator[tuple[Any, Any]]:
 @pytest.mark.parametrize(
     ("function", "choices", "digest"),
     [
-        (channel_decay.state_config, (BOTH, SIZES, SIZES, BOTH), "09d7c8cc24547c9d"),
-        (head_decay.sweep_config, (BOTH, (32, 64), SIZES, SIZES), "f2cac5c1c9c6909a"),
+        (channel_decay.plan.state_config, (BOTH, SIZES, SIZES, BOTH), "09d7c8cc24547c9d"),
+        (head_decay.plan.sweep_config, (BOTH, (32, 64), SIZES, SIZES), "f2cac5c1c9c6909a"),
         (delta_rule_sweeps.sweep_config, (BOTH, SIZES, SIZES, (2, 64, 1000)), "76be16f5a545c7fa"),
         (delta_rule_sweeps.join_config, (BOTH, SIZES), "65fbc21e32172651"),
         (gradient_launches.channel_config, (BOTH,), "52e3d26836d43c16"),
@@ -198,10 +197,10 @@ def test_products_in_bfloat16_stay_wide(capability: int) -> None:
     chip = CHIPS[capability]
     for K, V in product(SIZES, SIZES):
         for args in product((K,), (V,), BOTH):
-            mine, hopper = (channel_decay.state_config(x, True, *args) for x in (chip, HOPPER))
+            mine, hopper = (channel_decay.plan.state_config(x, True, *args) for x in (chip, HOPPER))
             assert (mine["BK"], mine["BV"]) == (hopper["BK"], hopper["BV"])
         for C in (32, 64):
-            config = head_decay.sweep_config(chip, True, C, K, V)
+            config = head_decay.plan.sweep_config(chip, True, C, K, V)
             assert min(config[name] for name in ("BD1", "BD2", "BP")) == 64
     assert {gradient_launches.channel_config(chip, True)[name] for name in ("BK", "BV")} == {64}
 
@@ -211,15 +210,15 @@ def test_products_in_bfloat16_stay_wide(capability: int) -> None:
 )
 def test_chunks_of_groups(group: int, tokens: int) -> None:
     """Long ones where a program takes more than 16 of the heads that share keys, as measured."""
-    assert head_decay.chunk_size(True, 32, True, group, 128, 128) == tokens
+    assert head_decay.plan.chunk_size(True, 32, True, group, 128, 128) == tokens
     if group > 1:  # and otherwise not
         for bfloat16, K, fine in ((False, 128, False), (True, 64, False), (True, 128, True)):
-            assert head_decay.chunk_size(bfloat16, 32, True, group, K, 128, fine) == 64
+            assert head_decay.plan.chunk_size(bfloat16, 32, True, group, K, 128, fine) == 64
 
 
 def test_tiles_of_head_decay_are_padded_least() -> None:
     for D in range(1, 513):
-        size = head_decay.sweep_config(HOPPER, True, 32, D, D)["BD1"]
+        size = head_decay.plan.sweep_config(HOPPER, True, 32, D, D)["BD1"]
         tiles = -(-D // size)
         assert tiles == -(-D // 256)
         assert tiles * size - D < 64 * tiles

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -21,11 +23,12 @@ pytest.importorskip("triton")
 
 from cycles import in_cycles
 from families import flat
-from launches import matrix_calls, other_calls, recorded, tables_of
+from launches import Launch, matrix_calls, other_calls, recorded, tables_of
 
 from flacompose.ops import chunk_delta_rule, chunk_gsa, fused_recurrent_delta_rule, fused_recurrent_gsa
 from flacompose.ops._launch import hopper
 from flacompose.ops._launch.chip import AMPERE, BLACKWELL, HOPPER, Chip
+from flacompose.ops._launch.flat import without_tuples
 from flacompose.ops._launch.launch import launching_by
 from flacompose.ops._recurrences.elementwise.rg_lru import cuda as rg_lru
 from flacompose.ops._recurrences.elementwise.scan import cuda as scan
@@ -84,6 +87,32 @@ def launched(call: Callable[[], Any], into_graph: bool = False) -> tuple[Launche
 
     with launching_by(record, into_graph):
         return launches, call()
+
+
+def ir_of(launch: Launch) -> str:
+    """A kernel in Triton's own IR, with values numbered in the order in which they appear."""
+    numbers: dict[str, str] = {}
+    text = launch.parse(90).str_nodebug()
+    return re.sub(r"%\w+", lambda x: numbers.setdefault(x[0], f"%{len(numbers)}"), text)
+
+
+def test_graphs_take_kernels_without_tuples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What enters a graph takes a tuple's fields one by one, and is the same kernel."""
+    found: dict[str, tuple[Any, dict[str, Any]]] = {}
+    with torch.device("meta"):
+        for call in matrix_calls(torch.bfloat16, 64, 64, 130):
+            for kernel, arguments in launched(call)[0]:
+                if any(isinstance(x, tuple) for x in arguments.values()):
+                    found[kernel.__name__] = kernel, arguments
+    assert len(found) >= 8
+    for name, (kernel, arguments) in found.items():
+        expected = ir_of(Launch.of(kernel, **arguments))
+        copy, flattened = without_tuples(kernel, (), arguments)
+        assert not any(isinstance(x, tuple) for x in flattened.values())
+        assert copy is without_tuples(kernel, (), arguments)[0]  # compiled once
+        with monkeypatch.context() as patched:
+            patched.setattr(import_module(kernel.fn.__module__), name, copy)
+            assert ir_of(Launch.of(copy, **flattened)) == expected, name
 
 
 def described(results: Any) -> list[tuple[Any, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -32,17 +32,25 @@ class Driver:
         return 7 + device
 
 
+class Tensors(NamedTuple):
+    x: Tensor
+    absent: None
+    out: Tensor
+
+
 class Kernel:
     """``out[i] = x[i] * factor``, and what Triton has of a kernel and of a compiled one."""
 
-    arg_names = ("x", "out", "factor", "BLOCK")
+    arg_names = ("tensors", "factor", "BLOCK")
 
     def __init__(self) -> None:
         self.launched: list[tuple[Any, int | None]] = []
         self.alive: list[weakref.ref[Tensor]] = []
 
     def __getitem__(self, grid: Any) -> Any:
-        def launch(x: Tensor, out: Tensor, factor: float, BLOCK: int, num_warps: int = 4) -> Kernel:
+        def launch(tensors: Tensors, factor: float, BLOCK: int, num_warps: int = 4) -> Kernel:
+            assert isinstance(tensors, tuple)  # Triton takes no list
+            x, _, out = tensors
             out.view(x.shape).copy_(x * factor)
             self.launched.append((grid, None))
             self.alive.append(weakref.ref(x))
@@ -53,9 +61,9 @@ class Kernel:
     function, packed_metadata = "function", "metadata"
 
     def run(self, *args: Any) -> None:
-        grid, (stream, *rest), (x, out, factor, block) = args[:3], args[3:9], args[9:]
+        grid, (stream, *rest), (tensors, factor, block) = args[:3], args[3:9], args[9:]
         assert rest == ["function", "metadata", None, None, None] and block == 16
-        self[grid](x, out, factor, block)
+        self[grid](tensors, factor, block)
         self.launched[-1] = grid, stream
 
 
@@ -73,7 +81,7 @@ def make(kernel: Kernel) -> tuple[Replay, list[int]]:
         calls.append(1)
         values, _ = x.double().contiguous().cummax(0)
         out = values.new_empty(values.numel())  # as long as it is filled, and then viewed
-        launch(kernel, (3,), values, out, factor=scale, BLOCK=16, num_warps=8)
+        launch(kernel, (3,), Tensors(values, None, out), factor=scale, BLOCK=16, num_warps=8)
         out = out.view(values.shape)
         del values
         total = torch.zeros_like(x, dtype=torch.float64).add_(out)
@@ -149,7 +157,7 @@ def test_temporary_memory_is_free_after_its_last_use(kernel: Kernel) -> None:
         for _ in range(3):
             assert all(y() is None for y in given_up)
             y = torch.empty_like(x)
-            launch(kernel, (1,), x, y, factor=1.0, BLOCK=16)
+            launch(kernel, (1,), Tensors(x, None, y), factor=1.0, BLOCK=16)
             given_up.append(weakref.ref(y))
             del y
         return (x.new_empty(0),)

@@ -335,7 +335,7 @@ def test_gradients_of_gates_before_a_strong_one(strong: int, groups: int, large:
 @pytest.mark.parametrize(("HV", "parts"), [(6, 1), (33, 3)])
 def test_many_heads_of_values_share_keys(HV: int, parts: int) -> None:
     """Gradients of queries and keys are added up in a program, and beyond 32 heads in several."""
-    assert head_decay.head_parts(HV) == parts
+    assert head_decay.plan.head_parts(HV) == parts
     case = replace(NAMED["chunk_simple_gla-g"], groups=HV)
     check(draw(case, CPU, B=2, H=1, T=20 if parts > 1 else 70, K=5, V=6, gates="mixed"))
 

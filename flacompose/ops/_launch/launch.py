@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from threading import local
 from typing import Any
 
+from flacompose.ops._launch.flat import without_tuples
+
 
 class _Launching(local):
     """The launcher of this thread, called with the kernel, its grid and its arguments; None for Triton."""
@@ -25,6 +27,9 @@ def launch(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
     """
     if launching.launcher is None:
         kernel[grid](*args, **kwargs)
+    elif launching.into_graph:
+        kernel, kwargs = without_tuples(kernel, args, kwargs)
+        launching.launcher(kernel, grid, **kwargs)
     else:
         launching.launcher(kernel, grid, *args, **kwargs)
 

@@ -145,7 +145,8 @@ class _Recorder(TorchDispatchMode):
         if isinstance(value, Tensor):
             return self.names[value]
         if any(isinstance(x, Tensor) for x in pytree.tree_leaves(value)):
-            return f"[{', '.join(self.expression(x) for x in value)}]"
+            inputs = "".join(f"{self.expression(x)}, " for x in value)
+            return f"({inputs})" if isinstance(value, tuple) else f"[{inputs}]"
         name = f"c{len(self.constants)}"
         self.constants[name] = value
         return name

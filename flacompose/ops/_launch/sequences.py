@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -11,6 +11,15 @@ from torch import Tensor
 from flacompose.ops._launch.chip import chip_of
 from flacompose.ops._launch.launch import launches_into_graph
 from flacompose.ops._tensors.packed import bounds
+
+
+class Axes(NamedTuple):
+    """Sizes of the contracted axis and of the written axis of a state, and their strides in it."""
+
+    D1: int
+    D2: int
+    stride1: int
+    stride2: int
 
 
 class Sequences:
@@ -92,11 +101,8 @@ class MatrixSequences(Sequences):
         """Memory for a state of each chunk."""
         return self.per_chunk(self.H, self.K, self.V, dtype=self.dtype)
 
-    def axes(self, transpose: bool) -> dict[str, int]:
-        """Sizes of the contracted axis and of the written axis, and their strides in a state."""
-        K, V = self.K, self.V
-        D1, D2, stride1, stride2 = (V, K, 1, V) if transpose else (K, V, V, 1)
-        return {"D1": D1, "D2": D2, "stride1": stride1, "stride2": stride2}
+    def axes(self, transpose: bool) -> Axes:
+        return Axes(self.V, self.K, 1, self.V) if transpose else Axes(self.K, self.V, self.V, 1)
 
 
 def per_segment(segments: int, N: int, *shape: int, device: torch.device) -> Tensor:

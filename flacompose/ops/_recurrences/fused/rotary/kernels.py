@@ -10,12 +10,35 @@ and likewise for keys, which are stored at the place of the next token. Pairs wi
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from flacompose.ops._tiles.blocks import find_sequence, sequence_of_chunk, split_program
 
 PI = tl.constexpr(3.141592653589793)
+
+
+class Vectors(NamedTuple):
+    q: Any  # [tokens, R, H, S]; q_token elements separate its tokens
+    k: Any  # [tokens, R, H, S], likewise
+    q_bias: Any  # [HV, R, S]
+    k_bias: Any  # [HV, R, S]
+    angle: Any  # [tokens, HV, A]
+    q_token: Any
+    k_token: Any
+
+
+class Gradients(NamedTuple):
+    q: Any  # [tokens, R, H, S]
+    k: Any  # [tokens, R, H, S]
+    v: Any  # [tokens, HV, P]
+    q_bias: Any  # [chunks, HV, R, S], the sum over the tokens of each chunk
+    k_bias: Any  # [chunks, HV, R, S], likewise
+    angle: Any  # [tokens, R, HV, A], of each rank
+    initial_k: Any  # [N, R, HV, S]
+    initial_v: Any  # [N, HV, P]
 
 
 @triton.jit
@@ -118,28 +141,16 @@ def _store_values(x, at, exists, d, value, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV"])
 def rotary_kernel(
-    # It has more than 25 parameters because it computes all inputs and states of the scan in one pass.
-    q,  # [tokens, R, H, S]; q_token elements separate its tokens
-    k,  # [tokens, R, H, S], likewise
-    v,  # [tokens, HV, P], likewise
-    q_bias,  # [HV, R, S]
-    k_bias,  # [HV, R, S]
-    angle,  # [tokens, HV, A]
+    vectors,  # `Vectors`
+    v,  # [tokens, HV, P]; v_token elements separate its tokens
     initial_k,  # [N, R, HV, S]
     initial_v,  # [N, HV, P]
-    q_turned,  # [tokens, R, HV, S]
-    k_before,  # [tokens, R, HV, S]
-    v_before,  # [tokens, HV, P]
-    products,  # [tokens, HV, R, R]
-    last_k,  # [N, R, HV, S]
-    last_v,  # [N, HV, P]
+    made,  # `Outputs` of `inputs`
     cu_seqlens,
     T,
     N,
     H,
     HV,
-    q_token,
-    k_token,
     v_token,
     A: tl.constexpr,
     R: tl.constexpr,
@@ -151,6 +162,8 @@ def rotary_kernel(
     BP: tl.constexpr,
 ):
     """A program for each chunk of `C` tokens, each head of values and each rank."""
+    q, k, q_bias, k_bias, angle, q_token, k_token = vectors
+    q_turned, k_before, v_before, products, last_k, last_v = made
     h, r, _, n, begin, end, t, exists, is_first = _place(T, N, HV, R, cu_seqlens, C)
     i = tl.arange(0, BI)
     has_next, is_last = exists & (t + 1 < end), exists & (t + 1 == end)
@@ -221,34 +234,14 @@ def _load_next_values(d_before, d_last, at_next, has_next, at_state, is_last, d,
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV"])
 def rotary_gradient_kernel(
-    # The arguments of the forward, the gradients that arrive, each of which may be None, and the wanted
-    # gradients.
-    q,
-    k,
-    q_bias,
-    k_bias,
-    angle,
-    d_q_turned,
-    d_k_before,
-    d_v_before,
-    d_products,
-    d_last_k,
-    d_last_v,
-    dq,  # [tokens, R, H, S]
-    dk,  # [tokens, R, H, S]
-    dv,  # [tokens, HV, P]
-    d_q_bias,  # [chunks, HV, R, S], the sum over the tokens of each chunk
-    d_k_bias,  # [chunks, HV, R, S], likewise
-    dangle,  # [tokens, R, HV, A], of each rank
-    d_initial_k,  # [N, R, HV, S]
-    d_initial_v,  # [N, HV, P]
+    vectors,  # `Vectors`
+    arriving,  # `Outputs`: their gradients, each of which may be None
+    wanted,  # `Gradients`
     cu_seqlens,
     T,
     N,
     H,
     HV,
-    q_token,
-    k_token,
     A: tl.constexpr,
     R: tl.constexpr,
     S: tl.constexpr,
@@ -259,6 +252,9 @@ def rotary_gradient_kernel(
     BP: tl.constexpr,
 ):
     """A program for each chunk of `C` tokens, each group of heads and each rank, which sums over the heads."""
+    q, k, q_bias, k_bias, angle, q_token, k_token = vectors
+    d_q_turned, d_k_before, d_v_before, d_products, d_last_k, d_last_v = arriving
+    dq, dk, dv, d_q_bias, d_k_bias, dangle, d_initial_k, d_initial_v = wanted
     g, r, row, n, begin, end, t, exists, is_first = _place(T, N, H, R, cu_seqlens, C)
     i = tl.arange(0, BI)
     has_next, is_last = exists & (t + 1 < end), exists & (t + 1 == end)

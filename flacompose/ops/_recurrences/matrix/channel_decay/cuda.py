@@ -25,14 +25,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flacompose.ops._launch.chip import Chip
 from flacompose.ops._launch.launch import launch
-from flacompose.ops._launch.operands import block, operand, operand_dtype, tile_count
+from flacompose.ops._launch.operands import launch_by_gates, operand, operand_dtype, tile_count
 from flacompose.ops._launch.row_split import Segments
 from flacompose.ops._launch.sequences import MatrixSequences
 from flacompose.ops._operators.signature import BackwardCall, Gradients
-from flacompose.ops._recurrences.matrix.channel_decay import slots
+from flacompose.ops._recurrences.matrix.channel_decay import plan, slots
 from flacompose.ops._recurrences.matrix.channel_decay.kernels import (
+    Results,
+    Vectors,
     channel_decay_gated_axis_kernel,
     channel_decay_plain_axis_kernel,
     channel_decay_score_kernel,
@@ -52,12 +53,12 @@ def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
         *inputs.v.shape[2:], dtype=torch.float32 if inputs.full_precision else inputs.v.dtype
     )
     final_state = chunks.state(torch.float32)
-    q, k, v = map(operand, inputs[:3])
+    q, k, v = map(operand, (inputs.q, inputs.k, inputs.v))
     S = chunks.states(k, v, inputs.initial_state, final_state)
     if inputs.gv is None:
         chunks.plain(q, k, v, S, o, for_gradient=False)
     else:
-        chunks.gated(q, k, v, None, S, None, read=o)
+        chunks.gated(q, k, v, None, S, None, Results(read=o))
     return chunks.batched(o), final_state
 
 
@@ -70,7 +71,7 @@ def ends(inputs: Inputs) -> tuple[Tensor, ...]:
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     inputs, d_final_state = _with_probabilities(call.inputs), call.arriving.final_state
-    (q, k, v), gk, gv, u, initial_state = inputs[:3], inputs.gk, inputs.gv, inputs.u, inputs.initial_state
+    q, k, v, gk, gv, u = inputs.q, inputs.k, inputs.v, inputs.gk, inputs.gv, inputs.u
     chunks = _Launches(inputs)
     dq, dk, dv, dgk, dgv = (
         None if x is None else chunks.per_token(*x.shape[2:], dtype=dtype or x.dtype)
@@ -89,7 +90,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     S = dS = mild_k = mild_v = None
     of_gates = dgk is not None or dgv is not None
     if dq is not None or of_gates:
-        S = chunks.states(k, v, initial_state)
+        S = chunks.states(k, v, inputs.initial_state)
     stored = dk is not None or dv is not None or of_gates
     if stored or d_initial_state is not None:
         dS = chunks.states(q, do, d_final_state, d_initial_state, stored=stored, reverse=True)
@@ -101,9 +102,9 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         if dk is not None:
             mild_v = chunks.plain(v, do, q, dS, dk, reverse=True, transpose=True)
     if gv is not None:
-        chunks.gated(q, k, v, do, S, dS, write=dv, dg2=dgv, mild=mild_v)
+        chunks.gated(q, k, v, do, S, dS, Results(write=dv, dg2=dgv), mild_v)
     if gk is not None or u is not None:
-        chunks.gated(do, v, k, q, S, dS, read=dq, write=dk, dg2=dgk, du=du, mild=mild_k, transpose=True)
+        chunks.gated(do, v, k, q, S, dS, Results(dq, dk, dgk, du), mild_k, transpose=True)
 
     dq, dk, dv, dgk, dgv = (None if x is None else chunks.batched(x) for x in (dq, dk, dv, dgk, dgv))
     if inputs.softmax and dq is not None:
@@ -129,7 +130,7 @@ class _Launches(MatrixSequences):
         super().__init__(inputs.q, inputs.v, inputs.cu_seqlens, inputs.scale, CHUNK)
         self.gk, self.gv, self.u = operand(inputs.gk), operand(inputs.gv), operand(inputs.u)
         self.arguments["READ_BEFORE"] = inputs.u is not None
-        self.state_config = state_config(self.chip, self.bfloat16, self.K, self.V, self.gk is not None)
+        self.state_config = plan.state_config(self.chip, self.bfloat16, self.K, self.V, self.gk is not None)
         self.tiles = tile_count(self.K, self.state_config["BK"]) * tile_count(self.V, self.state_config["BV"])
         state, gates = (self.H, self.K, self.V), {"gk": "sum_gk", "gv": "sum_gv"}
         self.row = Segments(self, self.chunks_of_row, self.H * self.tiles, state, gates)
@@ -170,20 +171,9 @@ class _Launches(MatrixSequences):
         """
         D = a.shape[-1]
         P = self.per_chunk(self.H, CHUNK, CHUNK)
-        config = score_config(self.bfloat16, D)
-        launch(
-            channel_decay_score_kernel,
-            (self.chunks * self.H,),
-            a,
-            b,
-            g,
-            u,
-            P,
-            mild,
-            **self.arguments,
-            D=D,
-            **config,
-        )
+        config = plan.score_config(self.bfloat16, D)
+        grid, tensors = (self.chunks * self.H,), (a, b, g, u, P, mild)
+        launch(channel_decay_score_kernel, grid, *tensors, **self.arguments, D=D, **config)
         return P
 
     def plain(
@@ -203,25 +193,13 @@ class _Launches(MatrixSequences):
         """
         g, u = (self.gv, None) if transpose else (self.gk, self.u)
         axes = self.axes(transpose)
-        config = plain_config(self.bfloat16, axes["D1"], axes["D2"])
-        grid = (tile_count(axes["D2"], config["BD2"]) * self.chunks * self.H,)
+        config = plan.plain_config(self.bfloat16, axes.D1, axes.D2)
+        programs = tile_count(axes.D2, config["BD2"]) * self.chunks * self.H
         mild = None if g is None else self.per_chunk(self.H, dtype=torch.int8)
-        arguments = {**self.arguments, **axes, "REVERSE": reverse, "FOR_GRADIENT": for_gradient, **config}
-        for only_mild in (True,) if g is None else (True, False):
-            launch(
-                channel_decay_plain_axis_kernel,
-                grid,
-                a,
-                b,
-                x,
-                g,
-                u,
-                S,
-                out,
-                mild,
-                MILD=only_mild,
-                **arguments,
-            )
+        tensors = {"a": a, "b": b, "x": x, "g": g, "u": u, "S": S, "out": out, "mild": mild}
+        flags = {"REVERSE": reverse, "FOR_GRADIENT": for_gradient}
+        parts = tensors, self.arguments, {"axes": axes}, flags, config
+        launch_by_gates(channel_decay_plain_axis_kernel, programs, *parts, gated=g is not None)
         return mild
 
     def gated(
@@ -232,26 +210,24 @@ class _Launches(MatrixSequences):
         y: Tensor | None,
         S: Tensor | None,
         dS: Tensor | None,
-        read: Tensor | None = None,
-        write: Tensor | None = None,
-        dg2: Tensor | None = None,
-        du: Tensor | None = None,
+        made: Results,
         mild: Tensor | None = None,
         transpose: bool = False,
     ) -> None:
-        """Fill `read`, `write`, `dg2` and `du`, if given, along an axis with gates or a bonus.
+        """Fill the given ones of `made`, along an axis with gates or a bonus.
 
         `mild` are the marks that `plain` has returned for these gates. Without it, each tile tests its gates.
         """
-        writes, reads = write is not None or dg2 is not None, read is not None or dg2 is not None
-        if not (writes or reads or du is not None):
+        writes = made.write is not None or made.dg2 is not None
+        reads = made.read is not None or made.dg2 is not None
+        if all(x is None for x in made):
             return
         g1, g2 = (self.gv, self.gk) if transpose else (self.gk, self.gv)
         if g2 is None:  # there is a bonus, and no gate
             g2 = torch.zeros_like(x)
         axes = self.axes(transpose)
-        config = gated_config(self.bfloat16, axes["D1"], axes["D2"])
-        tiles = tile_count(axes["D2"], config["BD2"])
+        config = plan.gated_config(self.bfloat16, axes.D1, axes.D2)
+        tiles = tile_count(axes.D2, config["BD2"])
         # If only reads are wanted and one tile has the whole axis, the kernel computes P itself for chunks
         # with factorisable gates. The tile sees all gates of a chunk, so `mild` tells `score` which whole
         # chunks to leave out.
@@ -260,47 +236,11 @@ class _Launches(MatrixSequences):
         known = mild is not None
         if mild is None:
             mild = self.per_chunk(self.H, tiles, dtype=torch.int8)
-        tensors = {"a": a, "b": b, "x": x, "y": y, "g1": g1, "g2": g2, "u": self.u if transpose else None}
-        tensors |= {"S": S if reads else None, "dS": dS if writes else None}
-        tensors |= {"read": read, "write": write, "dg2": dg2, "du": du, "mild": mild}
+        tensors = {"vectors": Vectors(a, b, x, y), "g1": g1, "g2": g2, "u": self.u if transpose else None}
+        tensors |= {"S": S if reads else None, "dS": dS if writes else None, "made": made, "mild": mild}
         grid = (tiles * self.chunks * self.H,)
-        arguments = {**self.arguments, **axes, "KNOWN": known, **config}
+        arguments = {**self.arguments, "axes": axes, "KNOWN": known, **config}
         for only_mild in (True, False):
             if fused and not only_mild:
                 P = self.score(a, b, None, None, mild)
             launch(channel_decay_gated_axis_kernel, grid, P=P, **tensors, MILD=only_mild, **arguments)
-
-
-def state_config(chip: Chip, bfloat16: bool, K: int, V: int, has_gk: bool) -> dict[str, int]:
-    """Block sizes of the state, warps and pipeline stages.
-
-    The sums of gates are computed for each tile of the other axis, so that axis has the larger tiles.
-    """
-    if not bfloat16:
-        return {"BK": block(K, 32), "BV": block(V, 32), "num_warps": 4, "num_stages": 2}
-    BK, BV = (_cut(K), block(V, 128)) if has_gk else (block(K, 128), _cut(V))
-    return {"BK": BK, "BV": BV, "num_warps": 4, "num_stages": 2 if chip.is_small else 3}
-
-
-def _cut(D: int) -> int:
-    return block(D, 64 if D > 64 else 32)
-
-
-def score_config(bfloat16: bool, D: int) -> dict[str, int]:
-    """Block size of the contracted axis, warps and pipeline stages."""
-    return {"BD": block(D, 64 if bfloat16 else 32), "num_warps": 4, "num_stages": 1 if bfloat16 else 2}
-
-
-def plain_config(bfloat16: bool, D1: int, D2: int) -> dict[str, int]:
-    """Block sizes of the contracted and the other axis, warps and pipeline stages."""
-    BD2, stages = (block(D2, 128), 3) if bfloat16 else (block(D2, 32), 2)
-    return {"BD1": block(D1, 32), "BD2": BD2, "num_warps": 4, "num_stages": stages}
-
-
-def gated_config(bfloat16: bool, D1: int, D2: int) -> dict[str, int]:
-    """`plain_config` for `channel_decay_gated_axis_kernel`.
-
-    Triton 3.6 miscompiles narrower tiles in bfloat16 on Hopper.
-    """
-    BD1, BD2 = (64, 64) if bfloat16 else (block(D1, 32), block(D2, 32))
-    return {"BD1": BD1, "BD2": BD2, "num_warps": 4, "num_stages": 2}

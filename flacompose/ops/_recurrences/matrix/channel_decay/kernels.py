@@ -27,6 +27,8 @@ stores.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -248,10 +250,7 @@ def channel_decay_plain_axis_kernel(
     N,
     scale,
     H,
-    D1,
-    D2,
-    stride1,
-    stride2,
+    axes,  # `Axes`
     BD1: tl.constexpr,
     BD2: tl.constexpr,
     MILD: tl.constexpr,
@@ -270,6 +269,7 @@ def channel_decay_plain_axis_kernel(
     `mild`, and then for the others, because one kernel for both would need twice the registers. With
     `FOR_GRADIENT` the marks hold for the gradient of `g` too.
     """
+    D1, D2, stride1, stride2 = axes
     tiles = tl.cdiv(D2, BD2)
     scale = in_float32(scale)
     tile, row, h, lo, hi = tile_of_program(tiles, T, N, H, cu_seqlens, C)
@@ -335,6 +335,20 @@ def channel_decay_plain_axis_kernel(
         pairs = tl.where(t == s, diagonal[:, None] * scale, pairs)
     acc += split_dot(pairs, load_tile(x, token, hi, h, d2, H, D2), DOT)
     store_tile(out, acc, token, hi, h, d2, H, D2)
+
+
+class Vectors(NamedTuple):
+    a: Any  # [tokens, H, D1]
+    b: Any  # [tokens, H, D1]
+    x: Any  # [tokens, H, D2]
+    y: Any  # [tokens, H, D2]
+
+
+class Results(NamedTuple):
+    read: Any = None  # [tokens, H, D2]
+    write: Any = None  # [tokens, H, D2]
+    dg2: Any = None  # [tokens, H, D2]
+    du: Any = None  # [chunks, H, D2], the sums over chunks
 
 
 @triton.jit
@@ -478,32 +492,21 @@ def _strong_chunk(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE: tl.constexpr
 
 @triton.jit(do_not_specialize=["T", "N", "H", "scale"])
 def channel_decay_gated_axis_kernel(
-    # One kernel computes the sums of readers and of writers, because both need the same pairs and states. So
-    # it has more than 25 parameters.
     P,  # [chunks, H, C, C]; if absent, computed here from `a` and `b`
-    a,  # [tokens, H, D1]
-    b,  # [tokens, H, D1]
-    x,  # [tokens, H, D2]
-    y,  # [tokens, H, D2]
+    vectors,  # `Vectors`
     g1,  # [tokens, H, D1]
     g2,  # [tokens, H, D2]
     u,  # [H, D2]
     S,  # [chunks, H, D1, D2], with the strides of states; given with `read` and with `dg2`
     dS,  # [chunks, H, D1, D2], likewise; given with `write` and with `dg2`
-    read,  # [tokens, H, D2]
-    write,  # [tokens, H, D2]
-    dg2,  # [tokens, H, D2]
-    du,  # [chunks, H, D2], the sums over chunks
+    made,  # `Results`, each of which may be None
     mild,  # [chunks, H] if `KNOWN`, otherwise [chunks, H, tiles of D2]
     cu_seqlens,
     T,
     N,
     scale,
     H,
-    D1,
-    D2,
-    stride1,
-    stride2,
+    axes,  # `Axes`
     BD1: tl.constexpr,
     BD2: tl.constexpr,
     MILD: tl.constexpr,
@@ -521,6 +524,9 @@ def channel_decay_gated_axis_kernel(
     unless that is `KNOWN`, and then for the others, because one kernel for both would need twice the
     registers. Registers are scarce, so inputs are loaded again rather than kept.
     """
+    a, b, x, y = vectors
+    read, write, dg2, du = made
+    D1, D2, stride1, stride2 = axes
     tiles = tl.cdiv(D2, BD2)
     scale = in_float32(scale)
     column, row, h, lo, hi = tile_of_program(tiles, T, N, H, cu_seqlens, C)

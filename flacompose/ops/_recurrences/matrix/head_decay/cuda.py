@@ -21,15 +21,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flacompose.ops._launch.chip import Chip
 from flacompose.ops._launch.launch import launch
 from flacompose.ops._launch.operands import block, operand, tile_count
 from flacompose.ops._launch.row_split import Segments
 from flacompose.ops._launch.sequences import MatrixSequences
 from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.matrix.gates_of_heads import head_gate_gradient_kernel, head_gate_sum_kernel
-from flacompose.ops._recurrences.matrix.head_decay.gradients import head_decay_gradient_kernel
-from flacompose.ops._recurrences.matrix.head_decay.kernels import head_decay_state_passing_kernel
+from flacompose.ops._recurrences.matrix.head_decay import plan
+from flacompose.ops._recurrences.matrix.head_decay.gradients import Made, Vectors, head_decay_gradient_kernel
+from flacompose.ops._recurrences.matrix.head_decay.kernels import (
+    Gates,
+    Operands,
+    States,
+    head_decay_state_passing_kernel,
+)
 from flacompose.ops._recurrences.matrix.inputs import Inputs
 
 BH = 16  # heads of a program of the kernels of gates
@@ -38,8 +43,9 @@ BH = 16  # heads of a program of the kernels of gates
 def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
     sweep = Launches(inputs)
+    sweep.prepare_gates(inputs.g, inputs.g_gamma)
     o, final_state = sweep.per_token(sweep.H, sweep.V, dtype=inputs.v.dtype), sweep.state(torch.float32)
-    q, k, v = map(operand, inputs[:3])
+    q, k, v = map(operand, (inputs.q, inputs.k, inputs.v))
     initial = sweep.starts(k, v, operand(inputs.initial_state))
     sweep(q, k, v, initial=initial, out=o, final=final_state)
     return sweep.batched(o), final_state
@@ -49,21 +55,23 @@ def ends(inputs: Inputs) -> tuple[Tensor, ...]:
     """``(end [N, HV, K, V], sum_g [N, HV])``."""
     assert inputs.g_gamma is None, "it is added to g before"
     sweep = Launches(inputs)
+    sweep.prepare_gates(inputs.g, inputs.g_gamma)
     return sweep.row.map(partial(sweep, None, operand(inputs.k), operand(inputs.v)))
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     wants, inputs = call.wants, call.inputs
-    (q, k, v), g, beta, initial_state = inputs[:3], inputs.g, inputs.beta, inputs.initial_state
+    q, k, v, g, beta = inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta
     gradient_of_gates = wants("g", "g_gamma", "beta")
     sweep = Launches(inputs, gradient_of_gates, fine=wants("g_gamma"))
+    sweep.prepare_gates(inputs.g, inputs.g_gamma)
     dq, dk = (sweep.output_of_keys(q) if wants(name) else None for name in ("q", "k"))
     dv = sweep.per_token(sweep.H, sweep.V, dtype=v.dtype) if wants("v") else None
     start = call.wanted_input("initial_state")
     d_initial_state = None if start is None else sweep.state(start.dtype)
     q, k, v, do = map(operand, (q, k, v, call.do))
-    initial_state, d_final_state = operand(initial_state), operand(call.arriving.final_state)
+    initial_state, d_final_state = operand(inputs.initial_state), operand(call.arriving.final_state)
 
     S = dS = None
     if gradient_of_gates:
@@ -101,40 +109,41 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 
 
 class Launches(MatrixSequences):
-    """The launches of one call: state passing, gradients, and the gates in the form that both take."""
+    """The launches of one call: `prepare_gates` is the first, then those of state passing and of gradients."""
 
     def __init__(self, inputs: Inputs, gradient_of_gates: bool = False, fine: bool = False) -> None:
-        q, v, g, g_gamma, beta = inputs.q, inputs.v, inputs.g, inputs.g_gamma, inputs.beta
-        cu_seqlens, self.scale = inputs.cu_seqlens, inputs.scale
-        self.beta = operand(beta)
+        q, v, self.scale = inputs.q, inputs.v, inputs.scale
+        self.beta = operand(inputs.beta)
         self.gradient_of_gates = gradient_of_gates
-        self.gated = g is not None or g_gamma is not None or gradient_of_gates
+        gated = inputs.g is not None or inputs.g_gamma is not None or gradient_of_gates
         bfloat16 = q.dtype == torch.bfloat16
-        self.step = step_size(bfloat16, max(q.shape[3], v.shape[3]), self.gated)
-        self.fine = fine and bfloat16
         group, K, V = v.shape[2] // q.shape[2], q.shape[3], v.shape[3]
-        C = chunk_size(bfloat16, self.step, gradient_of_gates, group, K, V, self.fine)
-        super().__init__(q, v, cu_seqlens, self.scale, C)
-        self.parts = head_parts(group)
+        self.step = plan.step_size(bfloat16, max(K, V), gated)
+        self.fine = fine and bfloat16
+        C = plan.chunk_size(bfloat16, self.step, gradient_of_gates, group, K, V, self.fine)
+        super().__init__(q, v, inputs.cu_seqlens, self.scale, C)
+        self.parts = plan.head_parts(group)
         programs = self.H * max(prod(self.tiles(x)) for x in (False, True))
         steps = (self.T + self.step - 1) // self.step
         self.row = Segments(self, steps, programs, (self.H, self.K, self.V), {"g": "sum_g"})
-        # Either one gate per head for all tokens, or running sums of gates, in two parts for float32
-        # products.
-        gamma, sums, rest = operand(g_gamma), None, None
-        if g is not None or gradient_of_gates:
-            sums, rest = sum_gates(self, operand(g), gamma)
-            gamma = None
-        self.gates = {"gamma": gamma, "sums": sums, "rest": rest}
+        self.gates = Gates()
+
+    def prepare_gates(self, g: Tensor | None, g_gamma: Tensor | None) -> None:
+        """Either one gate per head for all tokens, or running sums of gates, in two parts for float32 products."""
+        gamma = operand(g_gamma)
+        if g is None and not self.gradient_of_gates:
+            self.gates = Gates(gamma)
+        else:
+            self.gates = Gates(None, *sum_gates(self, operand(g), gamma))
 
     def config(self, transpose: bool) -> dict[str, int]:
         axes = self.axes(transpose)
-        return sweep_config(self.chip, self.bfloat16, self.step, axes["D1"], axes["D2"])
+        return plan.sweep_config(self.chip, self.bfloat16, self.step, axes.D1, axes.D2)
 
     def tiles(self, transpose: bool) -> tuple[int, int]:
         """The number of tiles of a state along the contracted axis and along the other."""
         axes, config = self.axes(transpose), self.config(transpose)
-        return tile_count(axes["D1"], config["BD1"]), tile_count(axes["D2"], config["BD2"])
+        return tile_count(axes.D1, config["BD1"]), tile_count(axes.D2, config["BD2"])
 
     def output_of_keys(self, q: Tensor) -> Tensor:
         """Memory for the gradient of queries or keys.
@@ -170,70 +179,51 @@ class Launches(MatrixSequences):
         x: Tensor,
         transpose: bool = False,
         reverse: bool = False,
-        **tensors: Any,
+        out: Tensor | None = None,
+        **states: Tensor | None,
     ) -> None:
         """Launch `head_decay_state_passing_kernel`; with `transpose`, `b` has the size of values and `x` that of keys.
 
-        The other `tensors` are its arguments by name; those that are not given are absent.
+        The `states` are its `States` by name; those that are not given are absent.
         """
-        arguments = {
-            **dict.fromkeys(("initial", "out", "states", "ends", "sum_g", "final")),
-            **tensors,
-            **self.gates,
-            **self.arguments,
-            **self.axes(transpose),
-            **self.config(transpose),
-            "a": a,
-            "b": b,
-            "x": x,
-            "beta": self.beta,
+        tiles, columns = self.tiles(transpose)
+        programs = columns * self.row.count * self.N * self.H
+        arguments: dict[str, Any] = {
+            "operands": Operands(a, b, x, self.beta),
+            "gates": self.gates,
+            "states": States(**states),
+            "axes": self.axes(transpose),
             "HA": b.shape[2],
             "HX": x.shape[2],
             "SEGMENTS": self.row.count,
             "C": self.step,
             "CS": self.C,
             "REVERSE": reverse,
-            "FINE": self.fine and "states" in tensors,
+            "FINE": self.fine and "states" in states,
+            **self.arguments,
+            **self.config(transpose),
         }
-        tiles, columns = self.tiles(transpose)
-        programs, out = columns * self.row.count * self.N * self.H, tensors.get("out")
+
+        def run(out: Tensor | None, partial: Tensor | None = None, tile: int | None = None) -> None:
+            """All tiles, or one that is added to the `partial` sum."""
+            count = tiles if tile is None else 1
+            given = {"out": out, "partial": partial, "first_tile": tile, "TILES": count}
+            launch(head_decay_state_passing_kernel, (count * programs,), **given, **arguments)
+
         if tiles == 1 or out is None:
-            launch(
-                head_decay_state_passing_kernel,
-                (tiles * programs,),
-                partial=None,
-                first_tile=None,
-                TILES=tiles,
-                **arguments,
-            )
+            run(out)
         elif columns > 4:
             # With so many programs, tiles are launched one after the other, and each adds to the sum of those
             # before.
             partial = None
             for tile in range(tiles):
-                last = tile == tiles - 1
-                shape = out.shape[-2:]
-                arguments["out"] = out if last else self.per_token(*shape, dtype=torch.float32, every=True)
-                launch(
-                    head_decay_state_passing_kernel,
-                    (programs,),
-                    partial=partial,
-                    first_tile=tile,
-                    TILES=1,
-                    **arguments,
-                )
-                partial = arguments["out"]
+                last, shape = tile == tiles - 1, out.shape[-2:]
+                total = out if last else self.per_token(*shape, dtype=torch.float32, every=True)
+                run(total, partial, tile)
+                partial = total
         else:
             shares = self.per_token(tiles, *out.shape[-2:], dtype=torch.float32)
-            arguments["out"] = shares
-            launch(
-                head_decay_state_passing_kernel,
-                (tiles * programs,),
-                partial=None,
-                first_tile=None,
-                TILES=tiles,
-                **arguments,
-            )
+            run(shares)
             first, second = shares.unbind(-3)
             torch.add(first, second, out=out)  # PyTorch's sum over two takes twice as long
 
@@ -254,7 +244,7 @@ class Launches(MatrixSequences):
 
         Fills `dq` and `dk`, if given.
         """
-        H, config = q.shape[2], gradient_config(self.chip, self.bfloat16, self.K, self.fine)
+        H, config = q.shape[2], plan.gradient_config(self.chip, self.bfloat16, self.K, self.fine)
         tiles, blocks = tile_count(self.K, config["BK"]), self.C // config["BC"]
         group = self.H // (H * self.parts)
         shared = blocks > 1 and group > 1  # pairs between blocks are added up over heads too
@@ -262,8 +252,8 @@ class Launches(MatrixSequences):
         d_total = self.per_chunk(self.H, blocks * tiles)
         d_beta = None if beta is None else self.per_chunk((2 + shared) * tiles, self.H, self.C)
         grid = (tiles * blocks * self.chunks * (H * self.parts),)
-        gates = self.gates["sums"], self.gates["rest"]
-        tensors = q, k, v, do, self.beta, *gates, S, dS, dq, dk, d_sums, d_total, d_beta
+        made = Made(dq, dk, d_sums, d_total, d_beta)
+        tensors = Vectors(q, k, v, do, self.beta), self.gates, S, dS, made
         sizes = self.arguments | {"H": H, "HV": self.H, "K": self.K, "V": self.V, "C": self.C}
         sizes |= {"GROUP": group, "SHARED": shared, "FINE": self.fine}
         launch(head_decay_gradient_kernel, grid, *tensors, **sizes, **config)
@@ -315,79 +305,3 @@ def gate_gradient(
     tensors = d_sums, d_total, dg, d_beta, dbeta
     launch(head_gate_gradient_kernel, grid, *tensors, **sequences.positions, scale=scale, **sizes)
     return sequences.batched(dg)
-
-
-def head_parts(group: int) -> int:
-    """The number of parts of the heads of values that share queries and keys, each of at most 32 heads.
-
-    A program has one part. If there are several, each has gradients of queries and keys of its own, in
-    float32. Few parts save memory, and time too where there are enough chunks for a whole GPU. Their number
-    must not depend on the batch size, since a row has the same bits in every batch.
-    """
-    return next(parts for parts in range(1, group + 1) if group % parts == 0 and group // parts <= 32)
-
-
-def step_size(bfloat16: bool, D: int, gated: bool) -> int:
-    """The number of tokens in one step of state passing; `D` is the larger head size.
-
-    It is 64 where there is room: gates and larger states need registers, and the pipeline's operands need 160
-    KiB.
-    """
-    return 32 if not bfloat16 or gated or D > 128 else 64
-
-
-def chunk_size(
-    bfloat16: bool, step: int, gate_gradient: bool, group: int, K: int, V: int, fine: bool = False
-) -> int:
-    """The number of tokens of a chunk. The gradient of gates needs the state before each chunk.
-
-    With chunks of 64 tokens instead of 128, `head_decay_gradient_kernel` is faster, but a step of simple GLA takes a
-    third more memory, since there are twice as many states. Where a group of heads of values shares keys, the
-    gradients of keys need little memory, and where values are few beside keys, as in Mamba-3, states need
-    little, so chunks of 64 are affordable. With more than 16 heads per program, as in Mamba-2, a step is fast
-    enough even so, and chunks of 128 save more memory than they cost time. At most 64 keys, and states in
-    float32 (`fine`), were not measured, and stay with 64.
-    """
-    if not gate_gradient:
-        return step
-    if group > 1:
-        return 128 if bfloat16 and not fine and K > 64 and group // head_parts(group) > 16 else 64
-    return 128 if bfloat16 and not V <= 64 < K else 64
-
-
-def sweep_config(chip: Chip, bfloat16: bool, C: int, D1: int, D2: int) -> dict[str, int]:
-    """Block sizes of the contracted axis, of the other, and of the parts of the former; warps, pipeline stages.
-
-    In bfloat16, tiles of the contracted axis have equal sizes, multiples of 64, so that there is little
-    padding.
-    """
-    if not bfloat16:
-        BD1 = block(D1, 256)
-        return {
-            "BD1": BD1,
-            "BD2": 16 if D1 > 128 else 32,
-            "BP": min(BD1, 64),
-            "num_warps": 4,
-            "num_stages": 1,
-        }
-    BD2 = 128 if C == 64 and D2 > 64 and not chip.is_small else 64
-    stages = 2 if C == 64 and chip.is_small else 3
-    return {
-        "BD1": 64 * tile_count(D1, 64 * tile_count(D1, 256)),
-        "BD2": BD2,
-        "BP": 64,
-        "num_warps": BD2 // 16,
-        "num_stages": stages,
-    }
-
-
-def gradient_config(chip: Chip, bfloat16: bool, K: int, fine: bool) -> dict[str, int]:
-    """Tokens of a block, block sizes of the key axis and of the contracted value axis, warps and stages.
-
-    With three stages, both halves of 128 values are loaded at once. Small chips have room for two stages.
-    Where states are float32 (`fine`), two stages let two programs fit on a multiprocessor of a large chip.
-    """
-    if not bfloat16:
-        return {"BC": 64, "BK": 32, "BV": 32, "num_warps": 4, "num_stages": 1}
-    stages = 2 if chip.is_small or fine else 3
-    return {"BC": 64, "BK": 128 if K > 64 else 64, "BV": 64, "num_warps": 4, "num_stages": stages}

@@ -16,6 +16,8 @@ share queries and keys before they are multiplied by these, so one product serve
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -45,6 +47,22 @@ BEGINNING_IN_BLOCK = tl.constexpr(2)
 LEAVING_BLOCK = tl.constexpr(3)
 ACROSS_OTHER_BLOCK = tl.constexpr(4)
 BETWEEN_BLOCKS = tl.constexpr(4)
+
+
+class Vectors(NamedTuple):
+    q: Any  # [tokens, H, K]
+    k: Any  # [tokens, H, K]
+    v: Any  # [tokens, HV, V]
+    do: Any  # [tokens, HV, V]
+    beta: Any  # [tokens, HV]
+
+
+class Made(NamedTuple):
+    dq: Any  # [tokens, HV / GROUP, K], one head for the heads of a program
+    dk: Any  # [tokens, HV / GROUP, K], likewise
+    d_sums: Any  # [chunks, PARTS, HV, C], for `head_gate_gradient_kernel`, like the next two
+    d_total: Any  # [chunks, HV, tiles of K * BLOCKS]
+    d_beta: Any  # [chunks, BETAS, HV, C]: through the block, through all else, and as in `BETWEEN_BLOCKS`
 
 
 @triton.jit
@@ -193,22 +211,11 @@ def _through_other_block(
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def head_decay_gradient_kernel(
-    # One kernel computes the gradients of queries, keys, gates and `beta`, because all need the same products
-    # and states. So it has more than 25 parameters.
-    q,  # [tokens, H, K]
-    k,  # [tokens, H, K]
-    v,  # [tokens, HV, V]
-    do,  # [tokens, HV, V]
-    beta,  # [tokens, HV]
-    sums,  # [chunks, HV, C]
-    rest,  # [chunks, HV, C]
+    vectors,  # `Vectors`
+    gates,  # `Gates` of `kernels`: sums [chunks, HV, C], and no gamma
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it: the gradient, without `scale`
-    dq,  # [tokens, HV / GROUP, K], one head for the heads of a program
-    dk,  # [tokens, HV / GROUP, K], likewise
-    d_sums,  # [chunks, PARTS, HV, C], for `head_gate_gradient_kernel`, like the next two
-    d_total,  # [chunks, HV, tiles of K * BLOCKS]
-    d_beta,  # [chunks, BETAS, HV, C]: through the block, through all else, and as in `BETWEEN_BLOCKS`
+    made,  # `Made`
     cu_seqlens,
     T,
     N,
@@ -232,6 +239,9 @@ def head_decay_gradient_kernel(
     values that share queries and keys. A chunk has one block or two. With `SHARED`, pairs between blocks are
     added up over heads too. With `FINE` states are float32, and are multiplied in two parts.
     """
+    q, k, v, do, beta = vectors
+    sums, rest = gates.sums, gates.rest
+    dq, dk, d_sums, d_total, d_beta = made
     TILES: tl.constexpr = (K + BK - 1) // BK
     BLOCKS: tl.constexpr = C // BC
     PARTS: tl.constexpr = (3 + BLOCKS) * TILES

@@ -13,6 +13,8 @@ of all chunks at once.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -28,6 +30,27 @@ from flacompose.ops._tiles.blocks import (
     split_dot,
     split_program,
 )
+
+
+class Operands(NamedTuple):
+    a: Any  # [tokens, HA, D1]
+    b: Any  # [tokens, HA, D1]
+    x: Any  # [tokens, HX, D2]
+    beta: Any  # [tokens, H], the strength of writes
+
+
+class Gates(NamedTuple):
+    gamma: Any = None  # [H], a gate that is the same for every token
+    sums: Any = None  # [chunks, H, CS], running sums of other gates, from `head_gate_sum_kernel`
+    rest: Any = None  # [chunks, H, CS]
+
+
+class States(NamedTuple):
+    initial: Any = None  # [SEGMENTS, N, H, D1, D2], before each segment, with the strides of states
+    states: Any = None  # [chunks, H, D1, D2]: before each chunk of `CS` tokens, or with `REVERSE` after it
+    ends: Any = None  # [SEGMENTS, N, H, D1, D2], after each segment but the last, with the strides of states
+    final: Any = None  # [N, H, D1, D2], with the strides of states
+    sum_g: Any = None  # [SEGMENTS, N, H], the sum of each segment's gates
 
 
 @triton.jit
@@ -76,22 +99,11 @@ def _load_sums(sums, rest, row0, chunk, h, H, C: tl.constexpr, CS: tl.constexpr)
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HA", "HX", "SEGMENTS", "first_tile", "scale"])
 def head_decay_state_passing_kernel(
-    # One kernel for four sums, because they differ only in the roles of the operands. So it has more than 25
-    # parameters, among them the sizes and strides of each role.
-    a,  # [tokens, HA, D1]
-    b,  # [tokens, HA, D1]
-    x,  # [tokens, HX, D2]
-    beta,  # [tokens, H], the strength of writes
-    gamma,  # [H], a gate that is the same for every token
-    sums,  # [chunks, H, CS], running sums of other gates, from `head_gate_sum_kernel`
-    rest,  # [chunks, H, CS]
-    initial,  # [SEGMENTS, N, H, D1, D2], before each segment, with the strides of states
+    operands,  # `Operands`
+    gates,  # `Gates`
+    states,  # `States`, each of which may be None
     partial,  # [tokens, H, D2], added to `out`: the sum over the tiles of `D1` before `first_tile`
     out,  # [tokens, TILES, H, D2], the sums over each tile
-    states,  # [chunks, H, D1, D2]: the state before each chunk of `CS` tokens, or with `REVERSE` after it
-    ends,  # [SEGMENTS, N, H, D1, D2], after each segment but the last, with the strides of states
-    sum_g,  # [SEGMENTS, N, H], the sum of each segment's gates
-    final,  # [N, H, D1, D2], with the strides of states
     cu_seqlens,
     T,
     N,
@@ -101,10 +113,7 @@ def head_decay_state_passing_kernel(
     HX,
     SEGMENTS,
     first_tile,  # of `D1`; None for 0, which needs fewer registers
-    D1: tl.constexpr,
-    D2: tl.constexpr,
-    stride1: tl.constexpr,
-    stride2: tl.constexpr,
+    axes: tl.constexpr,  # `Axes`
     C: tl.constexpr,
     CS: tl.constexpr,
     BD1: tl.constexpr,
@@ -121,19 +130,24 @@ def head_decay_state_passing_kernel(
     ``out_t = beta_t scale * S^T a_t``.
 
     One program has one segment of one sequence, and a tile of its state. It starts at zero if `initial` is
-    absent, and stores `out`, `states`, `ends` and `final`, if given. It proceeds in chunks of `C` tokens, one
+    absent, and stores `out` and the other `states`, if given. It proceeds in chunks of `C` tokens, one
     or more of which form a chunk of `CS`. With `FINE`, the update of the state is a product in two parts,
     which keeps more digits: the gradient of `gamma` is a sum over all tokens, whose terms nearly cancel.
 
     The tile is held transposed, as the left factor of products, which stays in registers, and as a tuple of
     parts of `BP` rows, so that the registers hold one part at a time in the dtype of products.
     """
+    a, b, x, beta = operands
+    gamma, sums, rest = gates
+    initial, before, ends, final, sum_g = states
+    D1: tl.constexpr = axes.D1
+    D2: tl.constexpr = axes.D2
     GATED: tl.constexpr = gamma is not None or sums is not None
     READS: tl.constexpr = out is not None
     PARTS: tl.constexpr = BD1 // BP
     scale = in_float32(scale)
     tile, segment, nh = split_program(TILES * ((D2 + BD2 - 1) // BD2), SEGMENTS)
-    if is_idle(segment, SEGMENTS, ends, out is not None or states is not None):
+    if is_idle(segment, SEGMENTS, ends, out is not None or before is not None):
         return
     at_end = (segment * N * H + nh) * D1 * D2
     n = nh // H
@@ -155,13 +169,13 @@ def head_decay_state_passing_kernel(
     S = ()
     for part in tl.static_range(PARTS):
         S_ = tl.zeros([BD2, BP], dtype=tl.float32)
-        _, at, inside = _part(row1 + part * BP, d2, D1, D2, stride1, stride2, BP)
+        _, at, inside = _part(row1 + part * BP, d2, D1, D2, axes.stride1, axes.stride2, BP)
         if initial is not None:
             S_ += tl.load(initial + at_end + at, mask=inside, other=0.0)
             if REVERSE:
                 S_ /= unit
         S += (S_,)
-    gates = tl.zeros([], dtype=tl.float32)
+    total_g = tl.zeros([], dtype=tl.float32)
 
     t = tl.arange(0, C)
     if gamma is not None:
@@ -208,7 +222,7 @@ def head_decay_state_passing_kernel(
             read_decay = tl.exp2(to_end if REVERSE else to_start)
             write_decay = tl.exp2(to_start if REVERSE else to_end)
             if sum_g is not None:
-                gates += total
+                total_g += total
         first = within == 0
         if REVERSE:
             first = (within == CS - C) | (chunk == chunks - 1)
@@ -225,13 +239,13 @@ def head_decay_state_passing_kernel(
             pairs = tl.zeros([C, C], dtype=tl.float32)  # [writing tokens, reading tokens]
         at_ab = (start * HA + ha) * D1
         for part in tl.static_range(PARTS):
-            d1, at, inside = _part(row1 + part * BP, d2, D1, D2, stride1, stride2, BP)
+            d1, at, inside = _part(row1 + part * BP, d2, D1, D2, axes.stride1, axes.stride2, BP)
             b_ = _load_vectors(b, at_ab, HA, d1, D1, BD1, t, written)
             writers += (b_,)
-            if states is not None:
+            if before is not None:
                 if first:
                     at_states = (row * H + h) * D1 * D2 + at
-                    tl.store(states + at_states, S[part].to(states.dtype.element_ty), mask=inside)
+                    tl.store(before + at_states, S[part].to(before.dtype.element_ty), mask=inside)
             if READS:
                 a_ = tl.trans(_load_vectors(a, at_ab, HA, d1, D1, BD1, t, remaining))
                 other_chunks += dot(S[part], a_, DOT)
@@ -271,7 +285,7 @@ def head_decay_state_passing_kernel(
 
     # 5. The results of the segment.
     for part in tl.static_range(PARTS):
-        _, at, inside = _part(row1 + part * BP, d2, D1, D2, stride1, stride2, BP)
+        _, at, inside = _part(row1 + part * BP, d2, D1, D2, axes.stride1, axes.stride2, BP)
         S_ = S[part] * unit if REVERSE else S[part]
         if ends is not None:
             tl.store(ends + at_end + at, S_, mask=inside)
@@ -279,4 +293,4 @@ def head_decay_state_passing_kernel(
             if segment == SEGMENTS - 1:
                 tl.store(final + nh * D1 * D2 + at, S_.to(final.dtype.element_ty), mask=inside)
     if sum_g is not None:
-        tl.store(sum_g + segment * N * H + nh, gates / LOG2_E)
+        tl.store(sum_g + segment * N * H + nh, total_g / LOG2_E)

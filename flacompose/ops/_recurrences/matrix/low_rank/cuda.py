@@ -19,22 +19,27 @@ chips.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from flacompose.ops._launch.chip import Chip
 from flacompose.ops._launch.launch import launch
 from flacompose.ops._launch.operands import launch_by_gates, operand, tile_count
 from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.matrix.channel_decay.cuda import CHUNK
 from flacompose.ops._recurrences.matrix.delta_rule.state_passing import Sweeps
 from flacompose.ops._recurrences.matrix.inputs import Inputs
+from flacompose.ops._recurrences.matrix.low_rank import plan
 from flacompose.ops._recurrences.matrix.low_rank.gradients import (
     low_rank_product_gradient_kernel,
     low_rank_read_gradient_kernel,
     low_rank_write_gradient_kernel,
 )
 from flacompose.ops._recurrences.matrix.low_rank.kernels import (
+    Factors,
+    Products,
+    Vectors,
     low_rank_factor_kernel,
     low_rank_product_kernel,
 )
@@ -44,18 +49,23 @@ OF_KEYS = ("q", "k", "a", "b")
 
 def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    return _Launches(inputs, backward=False).chunk(inputs.v.dtype)
+    rule = _Launches(inputs)
+    rule.factorize(backward=False)
+    return rule.chunk(inputs.v.dtype)
 
 
 def ends(inputs: Inputs) -> tuple[Tensor, ...]:
     """``(end [N, H, K, V], matrix [N, H, K, K])``."""
-    return _Launches(inputs._replace(initial_state=None), backward=False).map()
+    rule = _Launches(inputs._replace(initial_state=None))
+    rule.factorize(backward=False)
+    return rule.map()
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     of_vectors = call.wants(*OF_KEYS, "gk")
-    rule = _Launches(call.inputs, backward=of_vectors)
+    rule = _Launches(call.inputs)
+    rule.factorize(backward=of_vectors)
     do, d_final_state = operand(call.do), operand(call.arriving.final_state)
     start = call.wanted_input("initial_state")
     d_initial_state = None if start is None else rule.state(start.dtype)
@@ -78,70 +88,51 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 
 
 class _Launches(Sweeps):
-    """The launches of one call; the constructor computes the factors of state passing."""
+    """The launches of one call: `factorize` is the first, and then those of state passing and `gradients`."""
 
-    def __init__(self, inputs: Inputs, backward: bool) -> None:
+    def __init__(self, inputs: Inputs) -> None:
         super().__init__(inputs.q, inputs.v, inputs.initial_state, inputs.cu_seqlens, inputs.scale, CHUNK)
         self.scale = inputs.scale
-        self.vectors: dict[str, Tensor | None] = {
-            name: operand(getattr(inputs, name)) for name in (*OF_KEYS, "gk")
-        }
+        self.vectors = Vectors(*(operand(getattr(inputs, name)) for name in Vectors._fields))
         self.values = operand(inputs.v)
         self.gated = inputs.gk is not None
         # Without gates, reads before and after the decay are the same.
         self.order = {"READ_BEFORE": inputs.read_before and self.gated}
         self.common = {**self.positions, "H": self.HV, "DOT": self.arguments["DOT"]}
-        self.mild = self.per_chunk(self.HV, dtype=torch.int8) if self.gated else None
-        products = self.fill_pairs()
-        self.pairs = {name: products[name] for name in ("Y", "X")}
-        self.factors["Y"] = products["M"]
-        self.fill_factors(products, backward)
+        # Without gates the vectors decayed to the chunk's middle are the vectors themselves.
+        self.at_middle, self.mild_gradient = self.vectors._replace(gk=None), None
 
-    def fill_pairs(self) -> dict[str, Tensor | None]:
-        """Fill `P` for state passing, and return the filled products of pairs for `low_rank_factor_kernel`."""
+    def factorize(self, backward: bool) -> None:
+        """Fill the factors of state passing and, for the `backward`, the vectors of the gradient kernels."""
         P, *stored = (self.per_chunk(self.HV, self.C, self.C, dtype=self.dtype) for _ in range(4))
-        self.factors["P"] = P
-        products: dict[str, Tensor | None] = dict(zip(("Y", "M", "X"), stored))
-        for name, x in zip(("Y_rest", "M_rest", "X_rest"), stored):
-            products[name] = x.new_empty(x.shape) if self.bfloat16 else None
+        products = Products(*stored, *(x.new_empty(x.shape) if self.bfloat16 else None for x in stored))
+        mild = self.per_chunk(self.HV, dtype=torch.int8) if self.gated else None
+        tensors: dict[str, Any] = {"vectors": self.vectors, "products": products, "mild": mild, "K": self.K}
         launch_by_gates(
             low_rank_product_kernel,
             self.chunks * self.HV,
-            self.vectors,
-            {"P": P, "scale": self.scale},
-            products,
-            {"mild": self.mild, "K": self.K},
+            {**tensors, "P": P, "scale": self.scale},
             self.order,
             self.common,
-            pair_config(self.bfloat16, self.K),
+            plan.pair_config(self.bfloat16, self.K),
             gated=self.gated,
         )
-        return products
-
-    def fill_factors(self, products: dict[str, Tensor | None], backward: bool) -> None:
-        """Fill the vectors of state passing and, for the `backward`, the vectors of the gradient kernels."""
-        config = factor_config(self.bfloat16)
+        made = Factors(*(self.scratch(self.HV, self.K) for _ in Factors._fields))
+        self.factors |= {"P": P, "Y": products.M, "q": made.Q, "k": made.W_a, "W": made.W, "b": made.b_write}
+        self.pairs: dict[str, Tensor] = {"Y": products.Y, "X": products.X}
+        config = plan.factor_config(self.bfloat16)
         tiles = tile_count(self.K, config["BK"])
-        made = {name: self.scratch(self.HV, self.K) for name in ("Q", "W_a", "W", "b_write")}
-        self.factors |= {"q": made["Q"], "k": made["W_a"], "W": made["W"], "b": made["b_write"]}
-        # Without gates the vectors decayed to the chunk's middle are the vectors themselves.
-        self.at_middle = {f"{name}_middle": self.vectors[name] for name in OF_KEYS}
-        self.mild_gradient = None
-        filled: dict[str, Tensor | None] = dict.fromkeys(self.at_middle)
+        middle = Vectors(*[None] * 4)
         if self.gated:
             self.gates["total"] = self.per_chunk(self.HV, self.K)
         if self.gated and backward:
-            filled = self.at_middle = {name: self.scratch(self.HV, self.K) for name in self.at_middle}
+            middle = self.at_middle = Vectors(*(self.scratch(self.HV, self.K) for _ in OF_KEYS))
             self.mild_gradient = self.per_chunk(self.HV, tiles, dtype=torch.int8)
+        tensors |= {"factors": made, "middle": middle, "mild_gradient": self.mild_gradient}
         launch_by_gates(
             low_rank_factor_kernel,
             tiles * self.chunks * self.HV,
-            self.vectors,
-            products,
-            made,
-            filled,
-            {"total": self.gates["total"], "mild": self.mild, "mild_gradient": self.mild_gradient},
-            {"K": self.K},
+            {**tensors, "total": self.gates["total"]},
             self.order,
             self.common,
             config,
@@ -173,15 +164,15 @@ class _Launches(Sweeps):
             **self.common,
             V=self.V,
             scale=self.scale,
-            **pair_gradient_config(self.bfloat16),
+            **plan.pair_gradient_config(self.bfloat16),
         )
         self.pairs.clear()
-        config = gradient_config(self.chip, self.bfloat16, self.V)
+        config = plan.gradient_config(self.chip, self.bfloat16, self.V)
         tiles = tile_count(K, config["BK"])
         made = {name: self.per_token(H, K, dtype=self.dtype) for name in OF_KEYS}
         of_writes = None
         if gates:
-            gk = self.vectors["gk"]
+            gk = self.vectors.gk
             assert gk is not None
             made["gk"] = self.per_token(H, K, dtype=gk.dtype)
             of_writes = torch.empty(*self.tokens, H, K, dtype=torch.float32, device=self.device)
@@ -192,9 +183,7 @@ class _Launches(Sweeps):
             launch_by_gates(
                 kernel,
                 tiles * self.chunks * H,
-                self.vectors,
-                self.at_middle,
-                {"mild": self.mild_gradient},
+                {"vectors": self.vectors, "middle": self.at_middle, "mild": self.mild_gradient},
                 more,
                 products,
                 {"states": S, "of_writes": of_writes},
@@ -206,34 +195,3 @@ class _Launches(Sweeps):
                 gated=self.gated,
             )
         return {name: self.batched(x) for name, x in made.items()}
-
-
-# Tiles of products in bfloat16 are 64 wide at least: Triton 3.6 miscompiles narrower ones on Hopper.
-
-
-def pair_config(bfloat16: bool, K: int) -> dict[str, int]:
-    """Block size of the contracted axis, warps, stages, and registers if one block is all."""
-    if not bfloat16:
-        return {"BK": 32, "num_warps": 4, "num_stages": 1}
-    if K <= 64:
-        return {"BK": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 168}
-    return {"BK": 64, "num_warps": 4, "num_stages": 3}
-
-
-def factor_config(bfloat16: bool) -> dict[str, int]:
-    """Block size of the keys, as in `gradient_config`, warps, stages and registers."""
-    if not bfloat16:
-        return {"BK": 32, "num_warps": 4, "num_stages": 1}
-    return {"BK": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 168}
-
-
-def pair_gradient_config(bfloat16: bool) -> dict[str, int]:
-    """Block size of the contracted axis, warps and pipeline stages."""
-    return {"BV": 128 if bfloat16 else 32, "num_warps": 4, "num_stages": 1}
-
-
-def gradient_config(chip: Chip, bfloat16: bool, V: int) -> dict[str, int]:
-    """Block sizes of the key axis and of the value axis, which is contracted, warps and pipeline stages."""
-    if not bfloat16:  # with three stages, Triton 3.8 takes more memory than small chips have
-        return {"BK": 32, "BV": 32, "num_warps": 4, "num_stages": 2 if chip.is_small else 3}
-    return {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 2 if V <= 64 else 3}

@@ -150,17 +150,8 @@ def _of_rows(d_rows, DOT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "N", "H"])
 def low_rank_write_gradient_kernel(
-    # This kernel and the next take all four vectors, as given and decayed, because every reader has pairs
-    # with every writer. So they have more than 25 parameters.
-    q,  # [tokens, H, K]
-    k,  # [tokens, H, K]
-    a,  # [tokens, H, K]
-    b,  # [tokens, H, K]
-    gk,  # [tokens, H, K]
-    q_middle,  # [tokens, H, K], from `low_rank_factor_kernel`, like the next three
-    k_middle,  # [tokens, H, K]
-    a_middle,  # [tokens, H, K]
-    b_middle,  # [tokens, H, K]
+    vectors,  # `Vectors`
+    middle,  # `Vectors`, from `low_rank_factor_kernel`
     mild,  # [chunks, H, tiles of K]
     u,  # [tokens, H, V]
     v,  # [tokens, H, V]
@@ -189,6 +180,7 @@ def low_rank_write_gradient_kernel(
     others. The second launch adds all pairs to the gradient of gates here; the first adds only the gradients
     of sums to writes.
     """
+    q, k, a, b, gk = vectors
     tiles: tl.constexpr = (K + BK - 1) // BK
     tile, row, h, lo, hi = tile_of_program(tiles, T, N, H, cu_seqlens, C)
     if lo >= hi:
@@ -233,16 +225,16 @@ def low_rank_write_gradient_kernel(
         db_ *= to_end
         dk_ *= to_end
         if GATES:
-            of_end = load_tile(b_middle + first, *at) * db_ + load_tile(k_middle + first, *at) * dk_
+            of_end = load_tile(middle.b + first, *at) * db_ + load_tile(middle.k + first, *at) * dk_
             of_end = d_total + tl.where(t == C - 1, tl.sum(of_end, 0)[None, :], 0.0)
             d_gates += tl.where(early_row | (t == C - 1), of_end, 0.0)
         pairs += s * C + t
-        db_, dk_ = _two_dots(db_, dk_, pairs, C * C, load_tile(q_middle + first, *at), DOT)
+        db_, dk_ = _two_dots(db_, dk_, pairs, C * C, load_tile(middle.q + first, *at), DOT)
         for part in range(PARTS):
             of_a = pairs + (2 + 2 * part) * C * C
-            db_, dk_ = _two_dots(db_, dk_, of_a, C * C, load_tile(a_middle + first, *at), DOT)
+            db_, dk_ = _two_dots(db_, dk_, of_a, C * C, load_tile(middle.a + first, *at), DOT)
         if GATES:
-            of_rows = load_tile(b_middle + first, *at) * db_ + load_tile(k_middle + first, *at) * dk_
+            of_rows = load_tile(middle.b + first, *at) * db_ + load_tile(middle.k + first, *at) * dk_
             d_gates = _of_rows(d_gates - tl.where(early_row, 0.0, of_rows), DOT)
         db_ *= tl.exp(-sums)
         dk_ *= tl.exp(-sums)
@@ -278,15 +270,8 @@ def low_rank_write_gradient_kernel(
 
 @triton.jit(do_not_specialize=["T", "N", "H", "scale"])
 def low_rank_read_gradient_kernel(
-    q,  # [tokens, H, K]
-    k,  # [tokens, H, K]
-    a,  # [tokens, H, K]
-    b,  # [tokens, H, K]
-    gk,  # [tokens, H, K]
-    q_middle,  # [tokens, H, K], from `low_rank_factor_kernel`, like the next three
-    k_middle,  # [tokens, H, K]
-    a_middle,  # [tokens, H, K]
-    b_middle,  # [tokens, H, K]
+    vectors,  # `Vectors`
+    middle,  # `Vectors`, from `low_rank_factor_kernel`
     mild,  # [chunks, H, tiles of K]
     do,  # [tokens, H, V]
     z,  # [tokens, H, V]
@@ -312,6 +297,7 @@ def low_rank_read_gradient_kernel(
 ):
     """The gradients of queries, `a` and, if `dgk` is given, gates, launched like `low_rank_write_gradient_kernel`."""
     scale = in_float32(scale)
+    q, k, a, b, gk = vectors
     tiles: tl.constexpr = (K + BK - 1) // BK
     tile, row, h, lo, hi = tile_of_program(tiles, T, N, H, cu_seqlens, C)
     if lo >= hi:
@@ -346,17 +332,17 @@ def low_rank_read_gradient_kernel(
         dq_ *= from_start
         da_ *= from_start
         if dgk is not None:
-            of_start = load_tile(q_middle + first, *at) * dq_ + load_tile(a_middle + first, *at) * da_
+            of_start = load_tile(middle.q + first, *at) * dq_ + load_tile(middle.a + first, *at) * da_
             d_gates = tl.where(early_row, tl.sum(of_start, 0)[None, :], 0.0)
         pairs += t * C + s
         for writer in range(2):
-            y = load_tile((b_middle if writer == 0 else k_middle) + first, *at)
+            y = load_tile((middle.b if writer == 0 else middle.k) + first, *at)
             dq_, da_ = _two_dots(dq_, da_, pairs + writer * C * C, 2 * C * C, y, DOT)
             if PARTS == 2:
                 da_ += dot(tl.load(pairs + (4 + writer) * C * C), y, DOT)
         if dgk is not None:
-            of_a = load_tile(a_middle + first, *at) * da_
-            of_rows = of_a + load_tile(q_middle + first, *at) * dq_
+            of_a = load_tile(middle.a + first, *at) * da_
+            of_rows = of_a + load_tile(middle.q + first, *at) * dq_
             d_gates = _of_rows(d_gates + tl.where(early_row, 0.0, of_rows), DOT)
             # The sum up to a read by `a` lacks the token's own gate.
             if READ_BEFORE:

@@ -22,6 +22,8 @@ parts.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -50,6 +52,30 @@ from flacompose.ops._tiles.blocks import (
     store_tile,
     tile_of_program,
 )
+
+
+class Vectors(NamedTuple):
+    q: Any  # [tokens, H, K], like all
+    k: Any
+    a: Any
+    b: Any
+    gk: Any = None
+
+
+class Products(NamedTuple):
+    Y: Any  # [chunks, H, C, C], transposed, like all
+    M: Any
+    X: Any
+    Y_rest: Any  # the rounding errors, if Y, M and X are not in float32
+    M_rest: Any
+    X_rest: Any
+
+
+class Factors(NamedTuple):
+    Q: Any  # [tokens, H, K], like all
+    W_a: Any
+    W: Any
+    b_write: Any
 
 
 @triton.jit
@@ -131,18 +157,9 @@ def _dot_with_stored(x, rest, at, b, DOT: tl.constexpr, acc=None):
 
 @triton.jit(do_not_specialize=["T", "N", "H", "scale"])
 def low_rank_product_kernel(
-    q,  # [tokens, H, K]
-    k,  # [tokens, H, K]
-    a,  # [tokens, H, K]
-    b,  # [tokens, H, K]
-    gk,  # [tokens, H, K]
-    P,  # [chunks, H, C, C], transposed, like Y, M and X
-    Y,  # [chunks, H, C, C]
-    M,  # [chunks, H, C, C]
-    X,  # [chunks, H, C, C]
-    Y_rest,  # [chunks, H, C, C], the rounding errors of Y, M and X, if they are not in float32
-    M_rest,  # [chunks, H, C, C]
-    X_rest,  # [chunks, H, C, C]
+    vectors,  # `Vectors`
+    P,  # [chunks, H, C, C], transposed, like `Products`
+    products,  # `Products`
     mild,  # [chunks, H], whether gates are factorisable
     cu_seqlens,
     T,
@@ -161,6 +178,8 @@ def low_rank_product_kernel(
     in `mild`, and then for the others, because one kernel for both would need twice the registers. Registers
     are scarce, so sums of gates are computed again for the second step.
     """
+    q, k, a, b, gk = vectors
+    Y, M, X, Y_rest, M_rest, X_rest = products
     scale = in_float32(scale)
     row, h, lo, hi = chunk_of_program(T, N, H, cu_seqlens, C)
     if lo >= hi:
@@ -216,29 +235,12 @@ def low_rank_product_kernel(
 
 @triton.jit(do_not_specialize=["T", "N", "H"])
 def low_rank_factor_kernel(
-    # One kernel computes the factors of state passing and of gradients, because both are the four vectors of
-    # a token, decayed alike. So it has more than 25 parameters.
-    q,  # [tokens, H, K]
-    k,  # [tokens, H, K]
-    a,  # [tokens, H, K]
-    b,  # [tokens, H, K]
-    gk,  # [tokens, H, K]
-    Y,  # [chunks, H, C, C], from `low_rank_product_kernel`, like the next six
-    M,  # [chunks, H, C, C]
-    X,  # [chunks, H, C, C]
-    Y_rest,  # [chunks, H, C, C]
-    M_rest,  # [chunks, H, C, C]
-    X_rest,  # [chunks, H, C, C]
+    vectors,  # `Vectors`
+    products,  # `Products`, from `low_rank_product_kernel`, like `mild`
     mild,  # [chunks, H]
-    Q,  # [tokens, H, K]
-    W_a,  # [tokens, H, K]
-    W,  # [tokens, H, K]
-    b_write,  # [tokens, H, K]
+    factors,  # `Factors`
     total,  # [chunks, H, K]
-    q_middle,  # [tokens, H, K], the vectors decayed to the chunk's middle, for `gradients`
-    k_middle,  # [tokens, H, K]
-    a_middle,  # [tokens, H, K]
-    b_middle,  # [tokens, H, K]
+    middle,  # `Vectors`, decayed to the chunk's middle, for `gradients`
     mild_gradient,  # [chunks, H, tiles of K], whether gates are factorisable for their gradient too
     cu_seqlens,
     T,
@@ -254,6 +256,8 @@ def low_rank_factor_kernel(
 
     It is launched as often as `low_rank_product_kernel`.
     """
+    q, k, a, b, gk = vectors
+    Y, M, X, Y_rest, M_rest, X_rest = products
     tiles: tl.constexpr = (K + BK - 1) // BK
     tile, row, h, lo, hi = tile_of_program(tiles, T, N, H, cu_seqlens, C)
     if lo >= hi:
@@ -273,7 +277,7 @@ def low_rank_factor_kernel(
     d = numbers_of_tile(tile, BK)
     at = i, size, 0, d, H, K
     g, sums = load_sums(gk, i, size, d, H, K, DOT)
-    MIDDLE: tl.constexpr = MILD and q_middle is not None
+    MIDDLE: tl.constexpr = MILD and middle.q is not None
 
     # 1. The decays: from the chunk's middle where gates are factorisable; `early` and `late` extend them to
     # the chunk's start and end.
@@ -299,8 +303,8 @@ def low_rank_factor_kernel(
     # 2. The readers.
     a_ = load_tile(a + first, *at) * of_a
     if MIDDLE:
-        store_tile(a_middle + first, a_, *at)
-    store_tile(W_a + first, _dot_with_stored(Y, Y_rest, transposed, a_, DOT) * early, *at)
+        store_tile(middle.a + first, a_, *at)
+    store_tile(factors.W_a + first, _dot_with_stored(Y, Y_rest, transposed, a_, DOT) * early, *at)
     if MILD:
         of_q = tl.exp(sums)
     else:
@@ -309,8 +313,8 @@ def low_rank_factor_kernel(
     if MILD:
         q_ = q_.to(DOT).to(tl.float32)  # as `low_rank_product_kernel` multiplies it
     if MIDDLE:
-        store_tile(q_middle + first, q_, *at)
-    store_tile(Q + first, _dot_with_stored(X, X_rest, transposed, a_, DOT, q_) * early, *at)
+        store_tile(middle.q + first, q_, *at)
+    store_tile(factors.Q + first, _dot_with_stored(X, X_rest, transposed, a_, DOT, q_) * early, *at)
 
     # 3. The writers.
     if MILD:
@@ -319,9 +323,9 @@ def low_rank_factor_kernel(
         of_writes = tl.exp(select(t > s, g, DOT))
     b_ = load_tile(b + first, *at) * of_writes
     if MIDDLE:
-        store_tile(b_middle + first, b_, *at)
-    store_tile(b_write + first, b_ * late, *at)
+        store_tile(middle.b + first, b_, *at)
+    store_tile(factors.b_write + first, b_ * late, *at)
     k_ = load_tile(k + first, *at) * of_writes
     if MIDDLE:
-        store_tile(k_middle + first, k_, *at)
-    store_tile(W + first, _dot_with_stored(M, M_rest, as_stored, b_, DOT, k_) * late, *at)
+        store_tile(middle.k + first, k_, *at)
+    store_tile(factors.W + first, _dot_with_stored(M, M_rest, as_stored, b_, DOT, k_) * late, *at)

@@ -1,0 +1,41 @@
+"""Block sizes, warps and pipeline stages of the kernels of channel decay."""
+
+from __future__ import annotations
+
+from flacompose.ops._launch.chip import Chip
+from flacompose.ops._launch.operands import block
+
+
+def state_config(chip: Chip, bfloat16: bool, K: int, V: int, has_gk: bool) -> dict[str, int]:
+    """Block sizes of the state, warps and pipeline stages.
+
+    The sums of gates are computed for each tile of the other axis, so that axis has the larger tiles.
+    """
+    if not bfloat16:
+        return {"BK": block(K, 32), "BV": block(V, 32), "num_warps": 4, "num_stages": 2}
+    BK, BV = (_cut(K), block(V, 128)) if has_gk else (block(K, 128), _cut(V))
+    return {"BK": BK, "BV": BV, "num_warps": 4, "num_stages": 2 if chip.is_small else 3}
+
+
+def _cut(D: int) -> int:
+    return block(D, 64 if D > 64 else 32)
+
+
+def score_config(bfloat16: bool, D: int) -> dict[str, int]:
+    """Block size of the contracted axis, warps and pipeline stages."""
+    return {"BD": block(D, 64 if bfloat16 else 32), "num_warps": 4, "num_stages": 1 if bfloat16 else 2}
+
+
+def plain_config(bfloat16: bool, D1: int, D2: int) -> dict[str, int]:
+    """Block sizes of the contracted and the other axis, warps and pipeline stages."""
+    BD2, stages = (block(D2, 128), 3) if bfloat16 else (block(D2, 32), 2)
+    return {"BD1": block(D1, 32), "BD2": BD2, "num_warps": 4, "num_stages": stages}
+
+
+def gated_config(bfloat16: bool, D1: int, D2: int) -> dict[str, int]:
+    """`plain_config` for `channel_decay_gated_axis_kernel`.
+
+    Triton 3.6 miscompiles narrower tiles in bfloat16 on Hopper.
+    """
+    BD1, BD2 = (64, 64) if bfloat16 else (block(D1, 32), block(D2, 32))
+    return {"BD1": BD1, "BD2": BD2, "num_warps": 4, "num_stages": 2}
