@@ -91,29 +91,17 @@ class Launch:
     def of(cls, kernel: Any, *args: Any, **kwargs: Any) -> Launch:
         options = tuple((name, kwargs.pop(name)) for name in OPTIONS if name in kwargs)
         arguments = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-        constants, aligned = [], []
-
-        def type_of(value: Any, specialized: bool, *path: int) -> Any:
-            if isinstance(value, tuple):  # Triton specializes numbers in tuples always
-                return type(value)(*(type_of(x, True, *path, i) for i, x in enumerate(value)))
-            specialized = specialized and type(value) is int
-            if value is None or (specialized and value == 1):
-                constants.append((path, value))
-                return "constexpr"
-            if isinstance(value, Tensor) or (specialized and value % 16 == 0):
-                aligned.append(path)
-            if isinstance(value, Tensor):
-                return TYPES[value.dtype]
-            return "fp32" if isinstance(value, float) else "i32"
-
-        signature = []
+        signature: list[Any] = []
+        constants: list[Any] = []
+        aligned: list[Any] = []
         for i, parameter in enumerate(kernel.params):
             value = arguments[parameter.name]
             if parameter.is_constexpr:
                 constants.append(((i,), value))
                 signature.append((parameter.name, "constexpr"))
             else:
-                signature.append((parameter.name, type_of(value, not parameter.do_not_specialize, i)))
+                type_of = _type_of(value, not parameter.do_not_specialize, (i,), constants, aligned)
+                signature.append((parameter.name, type_of))
         return cls(
             kernel.fn.__module__, kernel.fn.__name__, *map(tuple, (signature, constants, aligned)), options
         )
@@ -165,6 +153,23 @@ class Launch:
     def __str__(self) -> str:
         constants = {name: x for name, x in self.given.items() if x is not None}
         return f"{self.name} {constants} {dict(self.options)}"
+
+
+def _type_of(
+    value: Any, specialized: bool, path: tuple[int, ...], constants: list[Any], aligned: list[Any]
+) -> Any:
+    """The type of an argument as Triton writes it, for a tuple one of types; adds its path where it belongs."""
+    if isinstance(value, tuple):  # Triton specializes all numbers in tuples
+        return type(value)(*(_type_of(x, True, (*path, i), constants, aligned) for i, x in enumerate(value)))
+    specialized = specialized and type(value) is int
+    if value is None or (specialized and value == 1):
+        constants.append((path, value))
+        return "constexpr"
+    if isinstance(value, Tensor) or (specialized and value % 16 == 0):
+        aligned.append(path)
+    if isinstance(value, Tensor):
+        return TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
 
 
 @contextmanager

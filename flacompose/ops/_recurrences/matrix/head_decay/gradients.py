@@ -164,14 +164,9 @@ def _through_other_block(
     rest,
     d_sums,  # [HV, C], the tile's part for pairs between blocks
     d_beta,
-    scale,
-    block,
-    size,
-    d,
-    H,
-    HV,
-    K,
-    V,
+    place,
+    K: tl.constexpr,
+    V: tl.constexpr,
     C: tl.constexpr,
     BC: tl.constexpr,
     BV: tl.constexpr,
@@ -183,6 +178,7 @@ def _through_other_block(
 
     As within a block, the pairs of all heads are added up first.
     """
+    scale, block, size, d, H, HV = place
     t, u = block * BC + tl.arange(0, BC), (1 - block) * BC + tl.arange(0, BC)
     others_ = load_tile(others, u, size, 0, d, H, K)
     products = dot(own, tl.trans(others_), DOT)
@@ -296,32 +292,12 @@ def head_decay_gradient_kernel(
             _at(d_beta, row, 2 * TILES + tile, BETAS, first, HV, 0, C) if d_beta is not None else None
         )
         rest_first = rest + at_gates if rest is not None else None
+        place = scale, block, size, d, H, HV
         if block == 1:
             acc = _through_other_block(
-                do + at_v,
-                v + at_v,
-                q_,
-                k,
-                beta_first,
-                sums + at_gates,
-                rest_first,
-                between,
-                d_beta_between,
-                scale,
-                block,
-                size,
-                d,
-                H,
-                HV,
-                K,
-                V,
-                C,
-                BC,
-                BV,
-                GROUP,
-                DOT,
-                False,
-            )
+                do + at_v, v + at_v, q_, k, beta_first, sums + at_gates, rest_first, between, d_beta_between,
+                place, K, V, C, BC, BV, GROUP, DOT, False,
+            )  # fmt: skip
     for head in range(GROUP):
         hv = first + head
         rh = row * HV + hv
@@ -354,30 +330,9 @@ def head_decay_gradient_kernel(
     if SHARED:
         if block == 0:
             acc = _through_other_block(
-                v + at_v,
-                do + at_v,
-                k_,
-                q,
-                beta_first,
-                sums + at_gates,
-                rest_first,
-                between,
-                d_beta_between,
-                scale,
-                block,
-                size,
-                d,
-                H,
-                HV,
-                K,
-                V,
-                C,
-                BC,
-                BV,
-                GROUP,
-                DOT,
-                True,
-            )
+                v + at_v, do + at_v, k_, q, beta_first, sums + at_gates, rest_first, between, d_beta_between,
+                place, K, V, C, BC, BV, GROUP, DOT, True,
+            )  # fmt: skip
     for head in range(GROUP):
         hv = first + head
         rh = row * HV + hv
