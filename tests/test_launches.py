@@ -39,7 +39,7 @@ from flacompose.ops._recurrences.matrix.channel_decay.kernels import (
     channel_decay_score_kernel,
 )
 from flacompose.ops._recurrences.matrix.delta_rule import cuda as delta_rule
-from flacompose.ops._recurrences.matrix.delta_rule import state_passing as sweeps
+from flacompose.ops._recurrences.matrix.delta_rule import plan
 from flacompose.ops._recurrences.matrix.delta_rule.both_directions import delta_both_directions_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.channel_kernels import (
     delta_channel_factor_kernel,
@@ -376,7 +376,7 @@ def test_gluon_joins_sweep_and_gradients(change: str, taken: bool, monkeypatch: 
     gk = beta.unsqueeze(-1).expand(B, T, HV, D) if change == "channels" else None
     cu_seqlens = torch.arange(0, 121, 2) if change == "packed" else None
     if change == "restarts":
-        monkeypatch.setattr(sweeps, "restart_count", lambda *_: 2)
+        monkeypatch.setattr(plan, "warm_start_count", lambda *_: 2)
     args = q, q, v, beta, beta, gk, q if change == "a" else None, None, cu_seqlens, 1.0, change == "before"
     mask = {"values": [False, False, True], "keys": [False, True, False]}.get(change, [True] * 3)
     with tables_of(AMPERE if change == "Ampere" else HOPPER):
@@ -471,7 +471,7 @@ def test_few_rows_restart(B: int, chunks: int, chip: Chip, into_graph: bool, seg
     args = q, q, q, *gates, None, None, None, None, 1.0, False
     with tables_of(chip):
         launches, _ = launched(lambda: flat(delta_rule, "chunk")(*args), into_graph)
-    sweeps = [(x["SEGMENTS"], x["RESTARTS"]) for _, x in launches if "RESTARTS" in x]
+    sweeps = [(x["SEGMENTS"], x["WARM_STARTS"]) for _, x in launches if "WARM_STARTS" in x]
     # One launch for the ends, if there are any, and one for all tokens.
     assert sweeps == [(segments, segments > 1)] * min(segments, 2)
 

@@ -25,10 +25,13 @@ from torch import Tensor
 from flacompose.ops._launch import operands
 from flacompose.ops._launch.chip import Chip
 from flacompose.ops._launch.launch import launch
-from flacompose.ops._launch.operands import launch_by_gates, operand, tile_count
+from flacompose.ops._launch.operands import launch_by_gates, operand, operand_by_token, tile_count
+from flacompose.ops._launch.sequences import MatrixSequences
 from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.matrix.channel_decay.cuda import CHUNK
-from flacompose.ops._recurrences.matrix.delta_rule.state_passing import Sweeps
+from flacompose.ops._recurrences.matrix.delta_rule import launch_state_passing as state_passing
+from flacompose.ops._recurrences.matrix.delta_rule.launch_state_passing import Factors, scratch
+from flacompose.ops._recurrences.matrix.delta_rule.plan import state_passing as plan_state_passing
 from flacompose.ops._recurrences.matrix.low_rank.gradients import (
     low_rank_product_gradient_kernel,
     low_rank_read_gradient_kernel,
@@ -45,35 +48,39 @@ OF_KEYS = ("q", "k", "a", "b")
 
 def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    return _Launches(inputs, backward=False).chunk(inputs.v.dtype)
+    rule = _Launches(inputs)
+    factors = rule.factors()
+    o, final_state = rule.per_token(rule.H, rule.V, dtype=inputs.v.dtype), rule.state(torch.float32)
+    state_passing.forwards(factors, o=o, final=final_state)
+    return rule.batched(o), final_state
 
 
 def ends(inputs: Inputs) -> tuple[Tensor, ...]:
     """``(end [N, H, K, V], matrix [N, H, K, K])``."""
-    return _Launches(inputs._replace(initial_state=None), backward=False).map()
+    return state_passing.transition(_Launches(inputs._replace(initial_state=None)).factors())
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     of_vectors = call.wants(*OF_KEYS, "gk")
-    rule = _Launches(call.inputs, backward=of_vectors)
+    rule = _Launches(call.inputs)
+    factors = rule.factors(backward=of_vectors)
     do, d_final_state = operand(call.do), operand(call.arriving.final_state)
     start = call.wanted_input("initial_state")
     d_initial_state = None if start is None else rule.state(start.dtype)
-    dv = rule.per_token(rule.HV, rule.V, dtype=rule.dtype)
+    dv = rule.per_token(rule.H, rule.V, dtype=rule.dtype)
     if not of_vectors:
-        rule.reverse(do, d_final_state, dv=dv, d_initial=d_initial_state)
+        state_passing.backwards(factors, do, d_final_state, dv=dv, d_initial=d_initial_state)
         return call.made(v=rule.batched(dv), initial_state=d_initial_state)
-    u, du, S, dS = (
-        *(rule.scratch(rule.HV, rule.V) for _ in range(2)),
-        *(rule.per_chunk_state() for _ in range(2)),
-    )
+    u, du = factors.scratch(), factors.scratch()
+    S, dS = rule.per_chunk_state(), rule.per_chunk_state()
     backwards = {"dv": dv, "du": du, "d_states": dS, "d_initial": d_initial_state}
-    if rule.sweeps_at_once:
-        rule.sweep_both_ways(do, d_final_state, r=u, states=S, **backwards)
+    if factors.plan.has_few_programs:
+        state_passing.both_directions(factors, do, d_final_state, r=u, states=S, **backwards)
     else:
-        rule.sweep(r=u, states=S)
-        rule.reverse(do, d_final_state, **backwards)
+        state_passing.forwards(factors, r=u, states=S)
+        state_passing.backwards(factors, do, d_final_state, **backwards)
+    del factors  # which only state passing needs
     made = rule.gradients(do, u, du, S, dS, gates=call.wants("gk"))
     return call.made(**made, v=rule.batched(dv), initial_state=d_initial_state)
 
@@ -86,36 +93,53 @@ def recurrent(inputs: Inputs, count: int | None = None, stride: int | None = Non
 steps = recurrent
 
 
-class _Launches(Sweeps):
-    """The launches of one call; the constructor computes the factors of state passing."""
+class _Launches(MatrixSequences):
+    """The launches of one call, but for those of state passing."""
 
-    def __init__(self, inputs: Inputs, backward: bool) -> None:
-        super().__init__(inputs.q, inputs.v, inputs.initial_state, inputs.cu_seqlens, inputs.scale, CHUNK)
+    def __init__(self, inputs: Inputs) -> None:
+        super().__init__(inputs.q, inputs.v, inputs.cu_seqlens, inputs.scale, CHUNK)
         self.scale = inputs.scale
         self.vectors: dict[str, Tensor | None] = {
             name: operand(getattr(inputs, name)) for name in (*OF_KEYS, "gk")
         }
         self.values = operand(inputs.v)
+        self.v_by_token, self.initial = operand_by_token(inputs.v), operand(inputs.initial_state)
         self.gated = inputs.gk is not None
         # Without gates, reads before and after the decay are the same.
         self.order = {"READ_BEFORE": inputs.read_before and self.gated}
-        self.common = {**self.positions, "H": self.HV, "DOT": self.arguments["DOT"]}
-        self.mild = self.per_chunk(self.HV, dtype=torch.int8) if self.gated else None
-        products = self.fill_pairs()
-        self.pairs = {name: products[name] for name in ("Y", "X")}
-        self.factors["Y"] = products["M"]
-        self.fill_factors(products, backward)
+        self.common = {**self.positions, "H": self.H, "DOT": self.arguments["DOT"]}
+        self.mild = self.per_chunk(self.H, dtype=torch.int8) if self.gated else None
 
-    def fill_pairs(self) -> dict[str, Tensor | None]:
-        """Fill `P` for state passing, and return the filled products of pairs for `low_rank_factor_kernel`."""
-        P, *stored = (self.per_chunk(self.HV, self.C, self.C, dtype=self.dtype) for _ in range(4))
-        self.factors["P"] = P
+    def factors(self, backward: bool = False) -> Factors:
+        """The operands of state passing and, for the `backward`, what the gradient kernels take."""
+        P, products = self.fill_pairs()
+        self.pairs = {name: products[name] for name in ("Y", "X")}
+        made = self.fill_factors(products, backward)
+        v, v_token = self.v_by_token
+        return Factors(
+            self,
+            plan_state_passing(self, low_rank=True),
+            v,
+            v_token,
+            self.initial,
+            q=made["Q"],
+            k=made["W_a"],
+            W=made["W"],
+            b=made["b_write"],
+            P=P,
+            Y=products["M"],
+            total=self.total,
+        )
+
+    def fill_pairs(self) -> tuple[Tensor, dict[str, Tensor | None]]:
+        """`P` for state passing, and the products of pairs for `low_rank_factor_kernel`."""
+        P, *stored = (self.per_chunk(self.H, self.C, self.C, dtype=self.dtype) for _ in range(4))
         products: dict[str, Tensor | None] = dict(zip(("Y", "M", "X"), stored))
         for name, x in zip(("Y_rest", "M_rest", "X_rest"), stored):
             products[name] = x.new_empty(x.shape) if self.bfloat16 else None
         launch_by_gates(
             low_rank_product_kernel,
-            self.chunks * self.HV,
+            self.chunks * self.H,
             self.vectors,
             {"P": P, "scale": self.scale},
             products,
@@ -125,45 +149,44 @@ class _Launches(Sweeps):
             pair_config(self.bfloat16, self.K),
             gated=self.gated,
         )
-        return products
+        return P, products
 
-    def fill_factors(self, products: dict[str, Tensor | None], backward: bool) -> None:
-        """Fill the vectors of state passing and, for the `backward`, the vectors of the gradient kernels."""
+    def fill_factors(self, products: dict[str, Tensor | None], backward: bool) -> dict[str, Tensor]:
+        """The vectors `Q`, `W_a`, `W` and `b_write` and, for the `backward`, the vectors of the gradient kernels."""
         config = factor_config(self.bfloat16)
         tiles = tile_count(self.K, config["BK"])
-        made = {name: self.scratch(self.HV, self.K) for name in ("Q", "W_a", "W", "b_write")}
-        self.factors |= {"q": made["Q"], "k": made["W_a"], "W": made["W"], "b": made["b_write"]}
+        made = {name: scratch(self, self.K) for name in ("Q", "W_a", "W", "b_write")}
         # Without gates the vectors decayed to the chunk's middle are the vectors themselves.
         self.at_middle = {f"{name}_middle": self.vectors[name] for name in OF_KEYS}
-        self.mild_gradient = None
+        self.mild_gradient = self.total = None
         filled: dict[str, Tensor | None] = dict.fromkeys(self.at_middle)
         if self.gated:
-            self.gates["total"] = self.per_chunk(self.HV, self.K)
+            self.total = self.per_chunk(self.H, self.K)
         if self.gated and backward:
-            filled = self.at_middle = {name: self.scratch(self.HV, self.K) for name in self.at_middle}
-            self.mild_gradient = self.per_chunk(self.HV, tiles, dtype=torch.int8)
+            filled = self.at_middle = {name: scratch(self, self.K) for name in self.at_middle}
+            self.mild_gradient = self.per_chunk(self.H, tiles, dtype=torch.int8)
         launch_by_gates(
             low_rank_factor_kernel,
-            tiles * self.chunks * self.HV,
+            tiles * self.chunks * self.H,
             self.vectors,
             products,
             made,
             filled,
-            {"total": self.gates["total"], "mild": self.mild, "mild_gradient": self.mild_gradient},
+            {"total": self.total, "mild": self.mild, "mild_gradient": self.mild_gradient},
             {"K": self.K},
             self.order,
             self.common,
             config,
             gated=self.gated,
         )
+        return made
 
     def gradients(
         self, do: Tensor, u: Tensor, du: Tensor, S: Tensor, dS: Tensor, gates: bool
     ) -> dict[str, Tensor]:
         """The gradients of all vectors and, if wanted, of gates, by the names of the inputs."""
-        self.free_sweep_memory()
-        H, K, C = self.HV, self.K, self.C
-        z = self.scratch(H, self.V)
+        H, K, C = self.H, self.K, self.C
+        z = scratch(self, self.V)
         parts = 2 if self.bfloat16 else 1  # parts of the gradients of the pairs of `a`
         products = {
             "pairs": self.per_chunk(H, 2 + 2 * parts, C, C, dtype=self.dtype),
