@@ -300,11 +300,13 @@ def test_what_is_mild_in_blocks(gates: Tensor, chunk: int, tiles: list[int], mem
             kwargs["mild"].fill_(memory)
         run(kernel, grid, *args, **kwargs)
         if taken:
-            noted.update({name: kwargs[name][0].flatten().tolist() for name in ("mild_chunks", "mild")})
+            noted.update(
+                {name: kwargs[name][0].flatten().tolist() for name in ("factorisable_chunks", "mild")}
+            )
 
     with tables_of(HOPPER), launching_by(emulate):
         results = evaluate(problem, function=launched)
-    assert noted == {"mild_chunks": [chunk], "mild": tiles}
+    assert noted == {"factorisable_chunks": [chunk], "mild": tiles}
     # Of so few tokens, `dbeta` may be beyond the bound of the contract with all kernels. Those of Triton make the same.
     with tables_of(AMPERE), launching_by(run):
         expected = evaluate(problem, function=launched)
@@ -448,7 +450,7 @@ def test_pairs_that_overflow(name: str, joint: bool, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("nan_in_new_memory")
-def test_both_ways_with_keys_of_low_rank() -> None:
+def test_both_directions_with_keys_of_low_rank() -> None:
     """In bfloat16, in which nothing else runs the sweeps of this family without a GPU."""
     problem = draw(NAMED["chunk_rwkv7"], CPU, torch.bfloat16, B=1, T=70, H=1, K=64, V=64)
     results, _ = emulated(problem, launched)

@@ -477,7 +477,7 @@ def test_few_rows_restart(B: int, chunks: int, chip: Chip, into_graph: bool, seg
 
 
 @pytest.mark.parametrize(
-    ("B", "K", "V", "change", "two_way", "in_place"),
+    ("B", "K", "V", "change", "both_directions", "in_place"),
     [
         (64, 64, 64, "", True, False),
         (32, 128, 128, "", True, False),
@@ -492,8 +492,8 @@ def test_few_rows_restart(B: int, chunks: int, chip: Chip, into_graph: bool, seg
         (33, 128, 128, "values", False, True),
     ],
 )
-def test_few_programs_sweep_both_ways(
-    B: int, K: int, V: int, change: str, two_way: bool, in_place: bool
+def test_few_programs_pass_both_directions(
+    B: int, K: int, V: int, change: str, both_directions: bool, in_place: bool
 ) -> None:
     """At most 128 programs each way, at once. Others store dv in the place of W, if each reads all of that alone."""
     q, v = torch.zeros(B, 3, 1, K, dtype=torch.bfloat16), torch.zeros(B, 3, 2, V, dtype=torch.bfloat16)
@@ -507,7 +507,7 @@ def test_few_programs_sweep_both_ways(
         launches, _ = launched(lambda: flat(delta_rule, "backward")(*args), change == "graph")
     both = [x for kernel, x in launches if kernel is delta_both_directions_kernel]
     apart = [x for kernel, x in launches if kernel is delta_backward_state_passing_kernel]
-    assert (len(both), len(apart)) == (two_way, not two_way)
+    assert (len(both), len(apart)) == (both_directions, not both_directions)
     (arguments,) = both or apart
     assert (arguments["dv"] is arguments["W"]) == in_place
 
@@ -564,8 +564,8 @@ def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) ->
     if chip == HOPPER and (K, V) == (128, 64) and unaligned is None:
         assert found == [*((kernel, None) for kernel in in_gluon), (delta_channel_gradient_kernel, False)]
         mild, blocks, others = (x for _, x in gradients)
-        noted = mild["mild_chunks"]
-        assert all(x["mild"] is noted for _, x in pairs) and blocks["mild_chunks"] is noted
+        noted = mild["factorisable_chunks"]
+        assert all(x["mild"] is noted for _, x in pairs) and blocks["factorisable_chunks"] is noted
         assert all(blocks[name] is others[name] for name in ("mild", "pairs", "diagonal"))
     else:
         assert found == [

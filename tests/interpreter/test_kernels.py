@@ -437,7 +437,7 @@ def test_gate_that_is_nan_reaches_the_next_segment(monkeypatch: pytest.MonkeyPat
 
 @every([NAMED[name] for name in ("chunk_gated_delta_rule", "chunk_comba", "chunk_kda", "chunk_rwkv7")])
 @pytest.mark.parametrize("segments", [1, 3])
-def test_both_ways_at_once(case: OpCase, segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_directions_at_once(case: OpCase, segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit what the sweeps reach one after the other, as their number of programs depends on the batch size."""
     monkeypatch.setattr(sequences, "segment_count", lambda *_: segments)
     problem = draw(case, CPU, B=1, H=1, T=150, K=16, V=16, gates=-0.3)

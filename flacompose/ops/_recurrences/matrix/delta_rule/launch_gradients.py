@@ -48,7 +48,10 @@ def gradients(x: Operands, plan: Plan, gates: Gates, passed: Passed, wants_gates
         }
     marks: dict[str, Tensor | None] = {}
     if x.gk is not None:
-        marks = {"mild": tokens.per_chunk(HV, tiles, dtype=torch.int8), "mild_chunks": gates.factorisable}
+        marks = {
+            "mild": tokens.per_chunk(HV, tiles, dtype=torch.int8),
+            "factorisable_chunks": gates.factorisable,
+        }
     heads = H if plan.adds_heads else HV
     outputs = _memory(x, tiles, heads)
     # Always allocated, so that the bits of other gradients do not depend on whether those of gates are wanted.
