@@ -14,22 +14,22 @@ from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# A family's function of a configuration, the names of its tiles, the widths that are tried, and an entry that uses it.
+# A file's function of a configuration, the names of its tiles, the widths that are tried, and an entry that uses it.
 PLACES = [
-    ("channel_decay", "gated_config", ("BD1", "BD2"), (16, 32, 64), "chunk_gla"),
-    ("channel_decay", "gated_config", ("BD1", "BD2"), (32, 64), "bonus-chunk-gk-gv"),
-    ("channel_decay", "plain_config", ("BD1", "BD2"), (16, 32, 64), "chunk_gla"),
-    ("channel_decay", "state_config", ("BK", "BV"), (16, 32, 64), "chunk_gla"),
-    ("channel_decay", "score_config", ("BD",), (16, 32), "chunk_gla"),
-    ("delta_rule", "channel_config", ("BK", "BV"), (16, 32, 64), "chunk_kda"),
-    ("delta_rule", "gradient_config", ("BK", "BV"), (16, 32, 64), "chunk_gated_delta_rule"),
-    ("delta_rule", "pair_gradient_config", ("BV",), (16, 32), "chunk_kda"),
-    ("delta_rule", "pair_config", ("BK",), (32, 64), "chunk_gated_delta_rule"),
+    ("channel_decay.cuda", "gated_config", ("BD1", "BD2"), (16, 32, 64), "chunk_gla"),
+    ("channel_decay.cuda", "gated_config", ("BD1", "BD2"), (32, 64), "bonus-chunk-gk-gv"),
+    ("channel_decay.cuda", "plain_config", ("BD1", "BD2"), (16, 32, 64), "chunk_gla"),
+    ("channel_decay.cuda", "state_config", ("BK", "BV"), (16, 32, 64), "chunk_gla"),
+    ("channel_decay.cuda", "score_config", ("BD",), (16, 32), "chunk_gla"),
+    ("delta_rule.plan", "channel_gradient_config", ("BK", "BV"), (16, 32, 64), "chunk_kda"),
+    ("delta_rule.plan", "gradient_config", ("BK", "BV"), (16, 32, 64), "chunk_gated_delta_rule"),
+    ("delta_rule.plan", "product_gradient_config", ("BV",), (16, 32), "chunk_kda"),
+    ("delta_rule.plan", "factor_config", ("BK",), (32, 64), "chunk_gated_delta_rule"),
 ]
 STAGES = (2, 3)
 
 
-def check(family: str, function: str, tiles: str, stages: str, name: str) -> None:
+def check(file: str, function: str, tiles: str, stages: str, name: str) -> None:
     """In a process of its own: the entry with these tiles, against the reference."""
     from importlib import import_module
 
@@ -38,7 +38,7 @@ def check(family: str, function: str, tiles: str, stages: str, name: str) -> Non
     from contract.cases import NAMED
     from contract.problems import draw, evaluate
 
-    module = import_module(f"flacompose.ops._recurrences.{family}.cuda")
+    module = import_module(f"flacompose.ops._recurrences.matrix.{file}")
     shipped = getattr(module, function)
     widths = {key: int(width) for key, _, width in (tile.partition("=") for tile in tiles.split(","))}
     setattr(module, function, lambda *args: {**shipped(*args), **widths, "num_stages": int(stages)})
@@ -61,13 +61,13 @@ def main() -> None:
 
     jobs = [
         (
-            family,
+            file,
             function,
             ",".join(f"{x}={width}" for x, width in zip(names, given, strict=True)),
             str(stages),
             name,
         )
-        for family, function, names, widths, name in PLACES
+        for file, function, names, widths, name in PLACES
         for given in product(widths, repeat=len(names))
         for stages in STAGES
     ]

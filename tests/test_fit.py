@@ -19,9 +19,7 @@ from launches import CHIPS, Call, Launch, every_call, matrix_calls, recorded, ta
 from flacompose.ops._launch.chip import ADA, HOPPER, Chip, chip_of, is_here  # noqa: E402
 from flacompose.ops._recurrences.matrix import cuda as matrix  # noqa: E402
 from flacompose.ops._recurrences.matrix.channel_decay import cuda as channel_decay  # noqa: E402
-from flacompose.ops._recurrences.matrix.delta_rule import gradient_launches  # noqa: E402
-from flacompose.ops._recurrences.matrix.delta_rule import launches as delta_rule_launches  # noqa: E402
-from flacompose.ops._recurrences.matrix.delta_rule import state_passing as delta_rule_sweeps  # noqa: E402
+from flacompose.ops._recurrences.matrix.delta_rule import plan as delta_rule_plan  # noqa: E402
 from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay  # noqa: E402
 from flacompose.ops._recurrences.matrix.inputs import SIGNATURE, Inputs  # noqa: E402
 
@@ -151,7 +149,7 @@ def test_joint_kernel_in_gluon_fits(rows: int, D: int) -> None:
     with tables_of(HOPPER):
         found = recorded([Call("", flat(matrix, "backward"), "matrix_recurrence_backward", args)])
     (joint,) = (launch for launch in found if launch.name == "hopper_backward_kernel")
-    programs = gradient_launches.AT_ONCE[D] // 132
+    programs = delta_rule_plan.AT_ONCE[D] // 132
     assert programs * (joint.compile(90).shared + 1024) <= HOPPER.shared_memory + 1024
 
 
@@ -175,10 +173,10 @@ def configurations(function: Any, *choices: Any) -> Iterator[tuple[Any, Any]]:
     [
         (channel_decay.plan.state_config, (BOTH, SIZES, SIZES, BOTH), "09d7c8cc24547c9d"),
         (head_decay.plan.sweep_config, (BOTH, (32, 64), SIZES, SIZES), "f2cac5c1c9c6909a"),
-        (delta_rule_sweeps.sweep_config, (BOTH, SIZES, SIZES, (2, 64, 1000)), "76be16f5a545c7fa"),
-        (delta_rule_sweeps.join_config, (BOTH, SIZES), "65fbc21e32172651"),
-        (gradient_launches.channel_config, (BOTH,), "52e3d26836d43c16"),
-        (delta_rule_launches.channel_pair_config, (BOTH, SIZES), "c60be015d29a92d4"),
+        (delta_rule_plan.state_passing_config, (BOTH, SIZES, SIZES, (2, 64, 1000)), "76be16f5a545c7fa"),
+        (delta_rule_plan.join_config, (BOTH, SIZES), "65fbc21e32172651"),
+        (delta_rule_plan.channel_gradient_config, (BOTH,), "52e3d26836d43c16"),
+        (delta_rule_plan.channel_factor_config, (BOTH, SIZES), "c60be015d29a92d4"),
     ],
     ids=["state", "sweep", "delta_sweep", "join", "channel", "channel_pair"],
 )
@@ -186,7 +184,7 @@ def test_what_was_tuned_on_hopper_stays(function: Any, choices: Any, digest: str
     """These were measured on an H100, and compared with the reference there. After a change, measure them again."""
     table = [*configurations(function, *choices)]
     assert sha256(repr(table).encode()).hexdigest()[:16] == digest
-    if function is delta_rule_launches.channel_pair_config:  # with more keys in float32 it did not fit before
+    if function is delta_rule_plan.channel_factor_config:  # with more keys in float32 it did not fit before
         assert [K for K in SIZES if not function(HOPPER, True, K)["KEEP"]] == [K for K in SIZES if K > 128]
         assert [K for K in SIZES if not function(HOPPER, False, K)["KEEP"]] == [384, 385, 512]
 
@@ -202,7 +200,7 @@ def test_products_in_bfloat16_stay_wide(capability: int) -> None:
         for C in (32, 64):
             config = head_decay.plan.sweep_config(chip, True, C, K, V)
             assert min(config[name] for name in ("BD1", "BD2", "BP")) == 64
-    assert {gradient_launches.channel_config(chip, True)[name] for name in ("BK", "BV")} == {64}
+    assert {delta_rule_plan.channel_gradient_config(chip, True)[name] for name in ("BK", "BV")} == {64}
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,9 @@ from flacompose.ops._launch.launch import launching_by
 from flacompose.ops._recurrences.matrix.delta_rule import cuda as delta_rule
 from flacompose.ops._recurrences.matrix.delta_rule import (
     eager,
-    gradient_launches,
     hopper,
-    launches,
-    state_passing,
+    launch_factors,
+    plan,
 )
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.backward import hopper_backward_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_block_gradients import (
@@ -49,6 +48,7 @@ from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import (
 )
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_gradients import hopper_head_gradient_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.state_passing import hopper_state_passing_kernel
+from flacompose.ops._recurrences.matrix.delta_rule.operands import operands
 from flacompose.ops._recurrences.matrix.inputs import Inputs
 
 CPU = torch.device("cpu")
@@ -300,11 +300,13 @@ def test_what_is_mild_in_blocks(gates: Tensor, chunk: int, tiles: list[int], mem
             kwargs["mild"].fill_(memory)
         run(kernel, grid, *args, **kwargs)
         if taken:
-            noted.update({name: kwargs[name][0].flatten().tolist() for name in ("mild_chunks", "mild")})
+            noted.update(
+                {name: kwargs[name][0].flatten().tolist() for name in ("factorisable_chunks", "mild")}
+            )
 
     with tables_of(HOPPER), launching_by(emulate):
         results = evaluate(problem, function=launched)
-    assert noted == {"mild_chunks": [chunk], "mild": tiles}
+    assert noted == {"factorisable_chunks": [chunk], "mild": tiles}
     # Of so few tokens, `dbeta` may be beyond the bound of the contract with all kernels. Those of Triton make the same.
     with tables_of(AMPERE), launching_by(run):
         expected = evaluate(problem, function=launched)
@@ -339,9 +341,11 @@ def test_pairs_of_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def pairs(chip: Chip) -> tuple[Tensor, Tensor]:
         with tables_of(chip), launching_by(run):
-            made = launches.Launches(inputs, with_r=True)
-        assert made.growth is not None
-        return made.growth[:3], made.factors["Y"][:3]
+            x = operands(inputs, 64)
+            gates, steps = launch_factors.gates(x, inputs.g), plan.plan_of(x, "backward", inputs.v)
+            made = launch_factors.factors(x, steps, gates, with_r=True)
+        assert made.log_norm is not None and made.Y is not None
+        return made.log_norm[:3], made.Y[:3]
 
     for x, expected in zip(pairs(HOPPER), pairs(AMPERE), strict=True):
         # Products of two parts keep 16 bits.
@@ -363,7 +367,7 @@ def test_sweeps_in_segments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """That are joined by their maps, or where sweeps restart."""
-    monkeypatch.setattr(state_passing, "restart_count", lambda *_: restarts)
+    monkeypatch.setattr(plan, "warm_start_count", lambda *_: restarts)
     if restarts == 1:
         monkeypatch.setattr(sequences, "segment_count", lambda *_: 3)
     problem = draw(
@@ -418,11 +422,11 @@ def test_joint_kernel(
 ) -> None:
     """Where programs fill a chip, one kernel makes all gradients: the same to the bit as the two that it replaces."""
     monkeypatch.setattr(sequences, "segment_count", lambda *_: segments)
-    monkeypatch.setattr(state_passing, "are_few", lambda *_: False)
+    monkeypatch.setattr(plan, "are_few", lambda *_: False)
     case = replace(NAMED[name], groups=groups)
     problem = draw(case, CPU, torch.bfloat16, B=B, T=T, H=2, K=D, V=D, gates=gates)
     expected, apart = emulated(problem, launched)
-    monkeypatch.setattr(gradient_launches, "AT_ONCE", {64: 1, 128: 1})
+    monkeypatch.setattr(plan, "AT_ONCE", {64: 1, 128: 1})
     results, joint = emulated(problem, launched)
     assert JOINT <= joint and not JOINT & apart
     assert_equal(results, expected)
@@ -435,7 +439,7 @@ def test_joint_kernel(
 )
 def test_pairs_that_overflow(name: str, joint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of a token that reads with a later one that writes reach nothing, even if they are inf."""
-    monkeypatch.setattr(gradient_launches, "AT_ONCE", {64: 1 if joint else 10**9})
+    monkeypatch.setattr(plan, "AT_ONCE", {64: 1 if joint else 10**9})
     problem = draw(
         replace(NAMED[name], groups=1), CPU, torch.bfloat16, B=1, T=64, H=1, K=64, V=64, gates=-0.1
     )
@@ -448,7 +452,7 @@ def test_pairs_that_overflow(name: str, joint: bool, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("nan_in_new_memory")
-def test_both_ways_with_keys_of_low_rank() -> None:
+def test_both_directions_with_keys_of_low_rank() -> None:
     """In bfloat16, in which nothing else runs the sweeps of this family without a GPU."""
     problem = draw(NAMED["chunk_rwkv7"], CPU, torch.bfloat16, B=1, T=70, H=1, K=64, V=64)
     results, _ = emulated(problem, launched)

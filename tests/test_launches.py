@@ -41,7 +41,7 @@ from flacompose.ops._recurrences.matrix.channel_decay.kernels import (
     channel_decay_score_kernel,
 )
 from flacompose.ops._recurrences.matrix.delta_rule import cuda as delta_rule
-from flacompose.ops._recurrences.matrix.delta_rule import state_passing as sweeps
+from flacompose.ops._recurrences.matrix.delta_rule import plan
 from flacompose.ops._recurrences.matrix.delta_rule.both_directions import delta_both_directions_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.channel_kernels import (
     delta_channel_factor_kernel,
@@ -402,7 +402,7 @@ def test_gluon_joins_sweep_and_gradients(change: str, taken: bool, monkeypatch: 
     gk = beta.unsqueeze(-1).expand(B, T, HV, D) if change == "channels" else None
     cu_seqlens = torch.arange(0, 121, 2) if change == "packed" else None
     if change == "restarts":
-        monkeypatch.setattr(sweeps, "restart_count", lambda *_: 2)
+        monkeypatch.setattr(plan, "warm_start_count", lambda *_: 2)
     args = q, q, v, beta, beta, gk, q if change == "a" else None, None, cu_seqlens, 1.0, change == "before"
     mask = {"values": [False, False, True], "keys": [False, True, False]}.get(change, [True] * 3)
     with tables_of(AMPERE if change == "Ampere" else HOPPER):
@@ -497,14 +497,14 @@ def test_few_rows_restart(B: int, chunks: int, chip: Chip, into_graph: bool, seg
     q, gates = torch.zeros(B, 64 * chunks, 2, 128, dtype=torch.bfloat16), torch.zeros(2, B, 64 * chunks, 2)
     args = q, q, q, *gates, None, None, None, None, 1.0, False
     with tables_of(chip):
-        launches, _ = launched(lambda: flat(delta_rule, "chunk")(*named(delta_rule, *args)), into_graph)
-    sweeps = [(x["SEGMENTS"], x["RESTARTS"]) for _, x in launches if "RESTARTS" in x]
+        launches, _ = launched(lambda: flat(delta_rule, "chunk")(*args), into_graph)
+    sweeps = [(x["SEGMENTS"], x["WARM_STARTS"]) for _, x in launches if "WARM_STARTS" in x]
     # One launch for the ends, if there are any, and one for all tokens.
     assert sweeps == [(segments, segments > 1)] * min(segments, 2)
 
 
 @pytest.mark.parametrize(
-    ("B", "K", "V", "change", "two_way", "in_place"),
+    ("B", "K", "V", "change", "both_directions", "in_place"),
     [
         (64, 64, 64, "", True, False),
         (32, 128, 128, "", True, False),
@@ -519,8 +519,8 @@ def test_few_rows_restart(B: int, chunks: int, chip: Chip, into_graph: bool, seg
         (33, 128, 128, "values", False, True),
     ],
 )
-def test_few_programs_sweep_both_ways(
-    B: int, K: int, V: int, change: str, two_way: bool, in_place: bool
+def test_few_programs_pass_both_directions(
+    B: int, K: int, V: int, change: str, both_directions: bool, in_place: bool
 ) -> None:
     """At most 128 programs each way, at once. Others store dv in the place of W, if each reads all of that alone."""
     q, v = torch.zeros(B, 3, 1, K, dtype=torch.bfloat16), torch.zeros(B, 3, 2, V, dtype=torch.bfloat16)
@@ -536,7 +536,7 @@ def test_few_programs_sweep_both_ways(
         )
     both = [x for kernel, x in launches if kernel is delta_both_directions_kernel]
     apart = [x for kernel, x in launches if kernel is delta_backward_state_passing_kernel]
-    assert (len(both), len(apart)) == (two_way, not two_way)
+    assert (len(both), len(apart)) == (both_directions, not both_directions)
     (arguments,) = both or apart
     assert (arguments["dv"] is arguments["W"]) == in_place
 
@@ -593,8 +593,8 @@ def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) ->
     if chip == HOPPER and (K, V) == (128, 64) and unaligned is None:
         assert found == [*((kernel, None) for kernel in in_gluon), (delta_channel_gradient_kernel, False)]
         mild, blocks, others = (x for _, x in gradients)
-        noted = mild["mild_chunks"]
-        assert all(x["mild"] is noted for _, x in pairs) and blocks["mild_chunks"] is noted
+        noted = mild["factorisable_chunks"]
+        assert all(x["mild"] is noted for _, x in pairs) and blocks["factorisable_chunks"] is noted
         assert all(blocks[name] is others[name] for name in ("mild", "pairs", "diagonal"))
     else:
         assert found == [

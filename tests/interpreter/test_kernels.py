@@ -26,8 +26,8 @@ from unregistered import launched
 
 from flacompose.ops._launch import sequences
 from flacompose.ops._launch.chip import ADA
-from flacompose.ops._recurrences.matrix.delta_rule import gradient_launches, state_passing
 from flacompose.ops._recurrences.matrix.delta_rule import kernels as delta_rule_kernels
+from flacompose.ops._recurrences.matrix.delta_rule import plan
 from flacompose.ops._recurrences.matrix.gates_of_channels import lets_through
 from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay
 
@@ -377,7 +377,7 @@ def forgetful(joined: str, monkeypatch: pytest.MonkeyPatch) -> Problem:
     """
     maps = joined == "maps"
     monkeypatch.setattr(sequences, "segment_count", lambda *_: 3 if maps else 1)
-    monkeypatch.setattr(state_passing, "restart_count", lambda *_: 3)
+    monkeypatch.setattr(plan, "warm_start_count", lambda *_: 3)
     problem = draw(NAMED["chunk_gated_delta_rule"], CPU, B=1, H=2, T=12 * 32, K=6, V=5, gates=-0.02)
     problem.tensors["beta"].mul_(0.02)  # else keys replace what gates leave
     amid = problem.tensors["g"].unflatten(1, (3, 4, 32))[:, :, :, 16]
@@ -399,7 +399,7 @@ def test_sweeps_that_restart(
 ) -> None:
     """In four segments, of which some have no tokens, and of which one chunk or all are asked whether they forget."""
     monkeypatch.setattr(delta_rule_kernels, "ASKED", tl.constexpr(asked))
-    monkeypatch.setattr(state_passing, "restart_count", lambda *_: 4)
+    monkeypatch.setattr(plan, "warm_start_count", lambda *_: 4)
     check(draw(NAMED["chunk_gated_delta_rule"], CPU, B=2, H=1, T=384, K=6, V=5, lengths=lengths, gates=gates))
 
 
@@ -409,7 +409,7 @@ def test_restarts_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     problem.tensors["g"][..., 0] /= 100
 
     def results(count: int) -> dict[str, torch.Tensor]:
-        monkeypatch.setattr(state_passing, "restart_count", lambda *_: count)
+        monkeypatch.setattr(plan, "warm_start_count", lambda *_: count)
         return evaluate(problem, "both", launched)
 
     once, restarted = results(1), results(4)
@@ -418,7 +418,7 @@ def test_restarts_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_last_chunks_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """If only a segment's last chunk is asked, no sweep restarts behind one whose first chunk alone forgets."""
-    monkeypatch.setattr(state_passing, "restart_count", lambda *_: 3)
+    monkeypatch.setattr(plan, "warm_start_count", lambda *_: 3)
     monkeypatch.setattr(delta_rule_kernels, "ASKED", tl.constexpr(1))
     problem = draw(NAMED["chunk_gated_delta_rule"], CPU, B=1, H=1, T=12 * 32, K=6, V=5, gates=-0.02)
     problem.tensors["g"].unflatten(1, (3, 4, 32))[:, :, 0] = -8.0
@@ -428,7 +428,7 @@ def test_last_chunks_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gate_that_is_nan_reaches_the_next_segment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although all other gates are strong."""
-    monkeypatch.setattr(state_passing, "restart_count", lambda *_: 3)
+    monkeypatch.setattr(plan, "warm_start_count", lambda *_: 3)
     problem = draw(NAMED["chunk_gated_delta_rule"], CPU, B=1, H=2, T=12 * 32, K=6, V=5, gates=-8.0)
     problem.tensors["g"][:, 100, 1] = torch.nan
     o = evaluate(problem, "both", launched)["o"]
@@ -437,12 +437,12 @@ def test_gate_that_is_nan_reaches_the_next_segment(monkeypatch: pytest.MonkeyPat
 
 @every([NAMED[name] for name in ("chunk_gated_delta_rule", "chunk_comba", "chunk_kda", "chunk_rwkv7")])
 @pytest.mark.parametrize("segments", [1, 3])
-def test_both_ways_at_once(case: OpCase, segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_directions_at_once(case: OpCase, segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit what the sweeps reach one after the other, as their number of programs depends on the batch size."""
     monkeypatch.setattr(sequences, "segment_count", lambda *_: segments)
     problem = draw(case, CPU, B=1, H=1, T=150, K=16, V=16, gates=-0.3)
     at_once = evaluate(problem, "both", launched)
-    monkeypatch.setattr(state_passing, "are_few", lambda *_: False)
+    monkeypatch.setattr(plan, "are_few", lambda *_: False)
     assert_equal(evaluate(problem, "both", launched), at_once)
 
 
@@ -470,7 +470,7 @@ def test_states_in_parts(
     """As in bfloat16, where a program holds a state of more than 128 keys in several tiles."""
     monkeypatch.setattr(sequences, "segment_count", lambda *_: segments)
     config = {"BK": 16, "BV": 16, "num_warps": 4, "num_stages": 1}
-    monkeypatch.setattr(state_passing, "sweep_config", lambda *_: config)
+    monkeypatch.setattr(plan, "state_passing_config", lambda *_: config)
     check(draw(case, CPU, B=1, H=1, T=100, K=20, V=20, lengths=lengths, gates=-1e-3))
 
 
@@ -483,9 +483,9 @@ def test_states_in_parts(
 @pytest.mark.parametrize("loss", ["both", "o", "state"])
 def test_gradients_from_stored_pairs(case: OpCase, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in bfloat16 with more than 128 keys: the gradients of pairs are stored for several tiles of keys."""
-    monkeypatch.setattr(gradient_launches, "stores_pairs", lambda *_: True)
+    monkeypatch.setattr(plan, "stores_products", lambda *_: True)
     config = {"BK": 16, "BV": 16, "num_warps": 4, "num_stages": 1}
-    monkeypatch.setattr(gradient_launches, "gradient_from_pairs_config", lambda *_: config)
+    monkeypatch.setattr(plan, "stored_product_gradient_config", lambda *_: config)
     check(draw(case, CPU, B=1, H=1, T=70, K=20, V=37, gates="mixed"), loss)
 
 
@@ -496,7 +496,7 @@ def test_key_that_reads_before_the_decay(
     stored: bool, lengths: list[int] | None, gates: str | float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With no other vector that reads."""
-    monkeypatch.setattr(gradient_launches, "stores_pairs", lambda *_: stored)
+    monkeypatch.setattr(plan, "stores_products", lambda *_: stored)
     check(draw(KEY_READS_BEFORE, CPU, B=1, H=1, T=70, K=5, V=6, lengths=lengths, gates=gates))
 
 
@@ -629,7 +629,7 @@ def test_one_gradient(
 
 def test_one_gradient_from_stored_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what a gradient of queries needs is given to the kernels, if it is the only one."""
-    monkeypatch.setattr(gradient_launches, "stores_pairs", lambda *_: True)
+    monkeypatch.setattr(plan, "stores_products", lambda *_: True)
     for a, read_before in ((None, False), ((1, 34, 1, 5), True)):
         shapes = [*DELTA_TOKENS, None, a, (1, 2, 5, 6)]
         test_one_gradient("delta_rule", shapes, (0.7, read_before))

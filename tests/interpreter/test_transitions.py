@@ -9,8 +9,8 @@ from test_transitions import CASES, MATRICES, Case, drawn, packed
 
 from flacompose.ops._launch import sequences
 from flacompose.ops._recurrences.elementwise.selective_scan import cuda as selective_scan
-from flacompose.ops._recurrences.matrix.delta_rule import state_passing
-from flacompose.ops._recurrences.matrix.delta_rule.launches import Launches
+from flacompose.ops._recurrences.matrix.delta_rule import launch_factors, plan
+from flacompose.ops._recurrences.matrix.delta_rule.operands import operands
 from flacompose.ops._recurrences.matrix.inputs import Inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encount
 def test_ends(case: Case, bounds: list[int] | None, segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums are compared by what they leave of a state. In float32 they have rounding errors of 1e-6."""
     monkeypatch.setattr(sequences, "segment_count", lambda *_: segments)
-    monkeypatch.setattr(state_passing, "restart_count", lambda *_: 3)  # of no use to maps
+    monkeypatch.setattr(plan, "warm_start_count", lambda *_: 3)  # of no use to maps
     for config, (tokens, _) in (("SWEEP", selective_scan.SWEEP), ("GRADIENT", selective_scan.GRADIENT)):
         monkeypatch.setattr(selective_scan, config, (tokens, 2))
     inputs = drawn(case, bounds)
@@ -41,7 +41,7 @@ def test_ends(case: Case, bounds: list[int] | None, segments: int, monkeypatch: 
         assert (x - y).norm() <= 1e-5 * y.norm()
 
 
-def test_growth_bounds_what_a_chunk_multiplies_a_state_by(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_norm_bounds_what_a_chunk_multiplies_a_state_by(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sequence is a chunk. Of one token the bound is the norm itself. Gates are weak, some keys larger than 1."""
     monkeypatch.setattr(sequences, "segment_count", lambda *_: 3)
     bounds = torch.tensor([0, 32, 33, 53, 54, 55])
@@ -50,11 +50,14 @@ def test_growth_bounds_what_a_chunk_multiplies_a_state_by(monkeypatch: pytest.Mo
     beta, g = torch.rand(2, 1, 55, 2, generator=generator, dtype=torch.float64)
     inputs = Inputs(q, k, v, -1e-5 * g, beta=2 * beta, cu_seqlens=bounds, delta_rule=True)
     floats = {x: getattr(inputs, x).float() for x in ("q", "k", "v", "g", "beta")}
-    growth = Launches(inputs._replace(**floats)).growth
-    assert growth is not None
+    given = inputs._replace(**floats)
+    x = operands(given, 32)
+    factors = launch_factors.factors(x, plan.plan_of(x, "ends"), launch_factors.gates(x, given.g))
+    log_norm = factors.log_norm
+    assert log_norm is not None
     _, matrix = torch.ops.flacompose.matrix_recurrence_matrix_ends(*inputs)
     norm = torch.linalg.matrix_norm(matrix, 2).log2()
-    over = growth[bounds[:-1] // 32 + torch.arange(5)] - norm
+    over = log_norm[bounds[:-1] // 32 + torch.arange(5)] - norm
     one = bounds.diff() == 1
     # Logarithms up to 2 in float32.
     assert over.min() > -1e-6 and over[one].max() < 1e-6 and norm[one].max() > 1

@@ -25,7 +25,6 @@ from flacompose.ops._tiles.join import decay_join_kernel
 
 BLOCK = 256  # numbers of a state per program
 Sweep = Callable[..., None]
-Join = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class Segments:
@@ -59,16 +58,11 @@ class Segments:
         self.count, self.split = sequences.segments(units, programs, least)
 
     def starts(
-        self,
-        sweep: Sweep,
-        initial: Tensor | None,
-        sums: dict[str, Tensor] | None = None,
-        join: Join | None = None,
+        self, sweep: Sweep, initial: Tensor | None, sums: dict[str, Tensor] | None = None
     ) -> Tensor | None:
         """The state before each segment, ``[count, N, *state]``, from that before the first, zero if it is None.
 
-        `sweep` is called with `ends` and the sums of gates, and fills them, except for the last segment. If
-        the transition is more than a decay, `join` returns the states, from the ends and `initial`.
+        `sweep` is called with `ends` and the sums of gates, and fills them, except for the last segment.
         """
         initial = None if initial is None else initial.contiguous()
         if not self.split:
@@ -76,7 +70,7 @@ class Segments:
         ends = self._memory(*self.state)
         sums = self.sums() if sums is None else sums
         sweep(ends=ends, **sums)
-        return self._decayed(ends, initial, sums) if join is None else join(ends, initial)
+        return self._decayed(ends, initial, sums)
 
     def _decayed(self, states: Tensor, initial: Tensor | None, sums: dict[str, Tensor]) -> Tensor:
         """The states before segments, which overwrite `states`, the ends of segments."""

@@ -12,9 +12,9 @@ those of gates included, depends on the strength of gates, for one gate everywhe
     below -5.6    otherwise                    delta_channel_gradient_kernel         channel_kernels.py
     any           on all other chips           delta_channel_gradient_kernel         channel_kernels.py
 
-`hopper_channel_factor_kernel` tests the first condition for each chunk and writes `mild_chunks`.
+`hopper_channel_factor_kernel` tests the first condition for each chunk and writes `factorisable_chunks`.
 `hopper_channel_block_gradient_kernel` tests the second for each tile of channels and writes `mild`.
-`channel_gradients` of `gradient_launches` launches all three, and each kernel returns at once for chunks that are not
+`plan` has all three launched, and each kernel returns at once for chunks that are not
 its own. KDA's gates, if they are bounded by -5, never need the last one. The WY factors of a chunk are computed by
 `hopper_channel_factor_kernel` if 8 tokens sum to above -45, otherwise by `delta_channel_factor_kernel`.
 
@@ -85,7 +85,7 @@ from flacompose.ops._tiles.blocks import (
 
 
 @triton.jit
-def _mild_sums(gk, i, size, d, HV, K: tl.constexpr, DOT: tl.constexpr):
+def _factorisable_sums(gk, i, size, d, HV, K: tl.constexpr, DOT: tl.constexpr):
     """The gates of channels `d`, their sums from a chunk's middle, and the size that must be bounded."""
     # Kept in float32 as well: rounding a number and widening it again takes slow instructions.
     g = bounded(load_tile(gk, i, size, 0, d, HV, K)).to(tl.float32)
@@ -94,7 +94,7 @@ def _mild_sums(gk, i, size, d, HV, K: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
-def _mild_pairs(
+def _factorisable_pairs(
     g,
     middle,
     q,
@@ -242,11 +242,11 @@ def delta_channel_factor_kernel(
     if MILD and KEEP:
         for d0 in tl.static_range(0, K, BK):
             d = d0 + tl.arange(0, BK)
-            g, middle, largest = _mild_sums(gk, i, size, d, HV, K, DOT)
+            g, middle, largest = _factorisable_sums(gk, i, size, d, HV, K, DOT)
             if not tl.max(largest) < MILD_BOUND:
                 tl.store(mild + rh, 0)  # the second launch overwrites all that is stored so far
                 return
-            of_q, of_k, writer, late = _mild_pairs(
+            of_q, of_k, writer, late = _factorisable_pairs(
                 g, middle, q, k, a, q_read, k_read, total, of_q, of_k, i, size, d, H, HV, K, DOT
             )
             writers += (in_parts(writer, DOT),)
@@ -256,10 +256,10 @@ def delta_channel_factor_kernel(
         largest = tl.zeros([C], dtype=tl.float32)
         for d0 in range(0, K, BK):
             d = d0 + tl.arange(0, BK)
-            g, middle, of_block = _mild_sums(gk, i, size, d, HV, K, DOT)
+            g, middle, of_block = _factorisable_sums(gk, i, size, d, HV, K, DOT)
             largest = tl.maximum(largest, of_block, propagate_nan=tl.PropagateNan.ALL)
             if tl.max(largest) < MILD_BOUND:
-                of_q, of_k, writer, late = _mild_pairs(
+                of_q, of_k, writer, late = _factorisable_pairs(
                     g, middle, q, k, a, q_read, k_read, total, of_q, of_k, i, size, d, H, HV, K, DOT
                 )
         if not tl.max(largest) < MILD_BOUND:
@@ -468,9 +468,9 @@ def delta_channel_gradient_kernel(
     g = load_gates(gk, *at_g)
     if MILD:
         middle, middle_ = middle_sums(g, t, s, False, DOT)
-        is_mild = tl.max(tl.maximum(size_of_sums(middle, middle_), size_of_gate(g, DOT))) < MILD_BOUND
-        tl.store(mild, is_mild.to(tl.int8))
-        if not is_mild:
+        is_factorisable = tl.max(tl.maximum(size_of_sums(middle, middle_), size_of_gate(g, DOT))) < MILD_BOUND
+        tl.store(mild, is_factorisable.to(tl.int8))
+        if not is_factorisable:
             return
     pairs += rh * 2 * C * C
     diagonal += rh * C

@@ -34,10 +34,10 @@ segment at zero, and another one at the identity matrix: together they give the 
 `delta_join_kernel` computes the state before each segment from these transitions.
 
 Where gates of heads are strong, the state at a segment's end does not depend on the state at its start. So
-`delta_factor_kernel` also computes the log-norm bound of each chunk, `growth`: the logarithm of a bound of the norm
+`delta_factor_kernel` also computes the log-norm bound of each chunk, `log_norm`: the logarithm of a bound of the norm
 of its transition matrix. The two passes then cover only the chunks whose influence has not decayed to zero.
 
-A row that is too short for two more passes is cut into segments too, if `RESTARTS` is set: the warm start. If
+A row that is too short for two more passes is cut into segments too, if `WARM_STARTS` is set: the warm start. If
 the state decays to zero in the last `ASKED` chunks of a segment, for all heads, the next segment has programs
 of its own, which start at the state that those chunks reach from zero. Otherwise the programs of the segment
 continue through the next one.
@@ -81,7 +81,7 @@ from flacompose.ops._tiles.blocks import (
 
 BLOCK = tl.constexpr(16)  # tokens of the blocks that are inverted side by side
 # The base-2 logarithm of a bound that no finite state below 2^43 survives in float32.
-FORGOTTEN = tl.constexpr(-193.0)
+ZERO_BELOW = tl.constexpr(-193.0)
 # How many chunks at a segment's end are examined before a warm start. They are processed twice, so a segment
 # that needs more of them gains little by one.
 ASKED = tl.constexpr(16)
@@ -147,7 +147,7 @@ def delta_factor_kernel(
     W,  # [tokens, HV, K]
     P,  # [chunks, HV, C, C], transposed
     Y,  # [chunks, HV, C, C], transposed, in float32
-    growth,  # [chunks, HV], the log-norm bound for `forgets`; only with `sums` and without `a`
+    log_norm,  # [chunks, HV], the log-norm bound for `decays_to_zero`; only with `sums` and without `a`
     cu_seqlens,
     T,
     N,
@@ -160,7 +160,7 @@ def delta_factor_kernel(
     READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Fills `W`, `P` and, if given, `Y` and `growth`."""
+    """Fills `W`, `P` and, if given, `Y` and `log_norm`."""
     scale = in_float32(scale)
     # Heads of values that share queries and keys are neighbours, so that queries and keys are read from
     # memory once.
@@ -187,7 +187,7 @@ def delta_factor_kernel(
         of_q += dot(k_, tl.trans(q_), DOT)
         a_ = k_ if a is None else load_tile(a + of_keys, i, size, 0, d, H, K)
         of_k += dot(k_, tl.trans(a_), DOT)
-        if growth is not None:
+        if log_norm is not None:
             # Not the diagonal of `of_k`: Triton 3.6 does not compile its sum for Blackwell.
             of_itself += tl.sum(k_.to(tl.float32) * k_.to(tl.float32), 1)
     of_q = tl.where(s <= t, of_q * scale, 0.0)
@@ -200,13 +200,13 @@ def delta_factor_kernel(
         if READ_BEFORE:
             between = decayed_pairs_before(sums, rest, C, 1)
         of_k *= between
-    if growth is not None:
+    if log_norm is not None:
         # A token multiplies a state by exp(g) (I - beta k k^T), whose norm is exp(g) max(1, |1 - beta k . k|).
         along_key = tl.abs(1.0 - beta_i * of_itself)
         total = tl.load(sums + C - 1)
         if rest is not None:
             total += tl.load(rest + C - 1)
-        tl.store(growth + rh, total + tl.sum(tl.log2(tl.maximum(along_key, 1.0)), 0))
+        tl.store(log_norm + rh, total + tl.sum(tl.log2(tl.maximum(along_key, 1.0)), 0))
     # 2. Y and P.
     weighted = solve(of_q, of_k, beta_i, P + rh * C * C, None if Y is None else Y + rh * C * C, DOT)
     if sums is not None:
@@ -294,10 +294,10 @@ def _read_parts(
 
 
 @triton.jit
-def forgets(growth, HV, begin, stop, turns, REVERSE: tl.constexpr):
+def decays_to_zero(log_norm, HV, begin, stop, turns, REVERSE: tl.constexpr):
     """In how many last chunks of `begin` to `stop` a state decays to zero, and whether it does.
 
-    In float32 the state after them then equals the state that they reach from zero. ``growth [chunks, HV]``,
+    In float32 the state after them then equals the state that they reach from zero. ``log_norm [chunks, HV]``,
     of one head, is the base-2 logarithm of a bound of the norm of each chunk's transition matrix. With
     `REVERSE` the first chunks are counted instead. If the state does not decay to zero, the number is that of
     all chunks.
@@ -310,36 +310,36 @@ def forgets(growth, HV, begin, stop, turns, REVERSE: tl.constexpr):
     for first in range(0, chunks, turns.shape[0]):
         i = first + turns
         chunk = begin + i if REVERSE else stop - 1 - i
-        of_chunk = tl.load(growth + chunk * HV, mask=i < chunks, other=0.0)
-        is_enough = before + tl.cumsum(of_chunk, 0) <= FORGOTTEN
+        of_chunk = tl.load(log_norm + chunk * HV, mask=i < chunks, other=0.0)
+        is_enough = before + tl.cumsum(of_chunk, 0) <= ZERO_BELOW
         count = tl.minimum(count, tl.min(tl.where(is_enough, i + 1, chunks + 1), 0))
         before += tl.sum(of_chunk, 0)
     return tl.minimum(count, chunks), count <= chunks
 
 
 @triton.jit
-def all_forget(growth, HV, begin, stop, ranges, REVERSE: tl.constexpr):
+def all_decay_to_zero(log_norm, HV, begin, stop, ranges, REVERSE: tl.constexpr):
     """Whether the states of all heads decay to zero in a segment's last `ASKED` chunks.
 
-    With `REVERSE`, in the first `ASKED` chunks. ``growth [chunks, HV]`` has all heads, and `ranges` are as in
-    `chunks_of_sweep`. A head whose log-norm bound is NaN does not prevent a warm start. Its NaN still reaches
-    the next segment: `forgets` is false for that head, so the state is passed through the whole segment.
+    With `REVERSE`, in the first `ASKED` chunks. ``log_norm [chunks, HV]`` has all heads, and `ranges` are as in
+    `chunks_to_pass`. A head whose log-norm bound is NaN does not prevent a warm start. Its NaN still reaches
+    the next segment: `decays_to_zero` is false for that head, so the state is passed through the whole segment.
     """
     _, asked, heads = ranges
     chunk = ((begin if REVERSE else tl.maximum(begin, stop - ASKED)) + asked)[:, None]
     is_head = heads < HV
     of_chunks = tl.load(
-        growth + chunk * HV + heads[None, :], mask=(chunk < stop) & is_head[None, :], other=0.0
+        log_norm + chunk * HV + heads[None, :], mask=(chunk < stop) & is_head[None, :], other=0.0
     )
-    is_kept = is_head & (tl.sum(of_chunks, 0) > FORGOTTEN)
+    is_kept = is_head & (tl.sum(of_chunks, 0) > ZERO_BELOW)
     return tl.max(is_kept.to(tl.int32), 0) == 0
 
 
 @triton.jit
-def chunks_of_program(growth, HV, segment, SEGMENTS, chunks, ranges, REVERSE: tl.constexpr):
+def chunks_of_program(log_norm, HV, segment, SEGMENTS, chunks, ranges, REVERSE: tl.constexpr):
     """The chunks that a segment's program covers with warm starts, and whether they include the last segment.
 
-    ``growth [chunks, HV]`` has all heads, from the row's first chunk on. A program covers nothing unless the
+    ``log_norm [chunks, HV]`` has all heads, from the row's first chunk on. A program covers nothing unless the
     states of all heads decay to zero in the segment before its own: the program of an earlier segment
     continues through it. Otherwise it runs from its own segment to the end of the next one in which all
     states decay to zero. The condition concerns all heads, because a row is finished only when its slowest
@@ -350,9 +350,9 @@ def chunks_of_program(growth, HV, segment, SEGMENTS, chunks, ranges, REVERSE: tl
     last = SEGMENTS - 1
     for i in range(tl.maximum(turn - 1, 0), SEGMENTS - 1):
         begin, stop = find_segment(SEGMENTS - 1 - i if REVERSE else i, SEGMENTS, chunks)
-        forgotten = all_forget(growth, HV, begin, stop, ranges, REVERSE)
-        starts |= forgotten & (i < turn)
-        last = tl.where(forgotten & (i >= turn), tl.minimum(last, i), last)
+        is_zero = all_decay_to_zero(log_norm, HV, begin, stop, ranges, REVERSE)
+        starts |= is_zero & (i < turn)
+        last = tl.where(is_zero & (i >= turn), tl.minimum(last, i), last)
     begin, stop = find_segment(segment, SEGMENTS, chunks)
     if REVERSE:
         begin, _ = find_segment(SEGMENTS - 1 - last, SEGMENTS, chunks)
@@ -364,22 +364,22 @@ def chunks_of_program(growth, HV, segment, SEGMENTS, chunks, ranges, REVERSE: tl
 
 
 @triton.jit
-def chunks_that_count(growth, h, HV, begin, stop, ranges, REVERSE: tl.constexpr, RESTARTS: tl.constexpr):
+def chunks_that_count(log_norm, h, HV, begin, stop, ranges, REVERSE: tl.constexpr, WARM_STARTS: tl.constexpr):
     """How many chunks of a segment determine the state of head `h` at its end, if it starts at zero.
 
     With `REVERSE`, the state at its start. Also whether every earlier state decays to zero in these chunks.
     With warm starts the number is 0 unless the states of all heads decay to zero: the next segment has no
     programs of its own then, so nothing reads the result.
     """
-    count, forgotten = forgets(growth + h, HV, begin, stop, ranges[0], REVERSE)
-    if RESTARTS:
-        count = tl.where(all_forget(growth, HV, begin, stop, ranges, REVERSE), count, 0)
-    return count, forgotten
+    count, is_zero = decays_to_zero(log_norm + h, HV, begin, stop, ranges[0], REVERSE)
+    if WARM_STARTS:
+        count = tl.where(all_decay_to_zero(log_norm, HV, begin, stop, ranges, REVERSE), count, 0)
+    return count, is_zero
 
 
 @triton.jit
-def chunks_of_sweep(
-    growth,
+def chunks_to_pass(
+    log_norm,
     h,
     HV,
     segment,
@@ -390,25 +390,25 @@ def chunks_of_sweep(
     ranges,
     ENDS: tl.constexpr,
     IDENTITY: tl.constexpr,
-    RESTARTS: tl.constexpr,
+    WARM_STARTS: tl.constexpr,
 ):
     """The chunks of a segment, from `begin` to `stop`, that the forward state passing covers.
 
     Also whether this program reaches the end of the row, and the number on the diagonal of the matrix at
     which an `IDENTITY` pass starts: 0 if every state decays to zero in the segment. A pass for `ENDS`
     computes the segment's transition: the state reached from zero or, with `IDENTITY`, the matrix. `ranges`
-    are three ranges from 0: the 64 chunks that `forgets` examines at a time; `ASKED` chunks, along the first
+    are three ranges from 0: the 64 chunks that `decays_to_zero` examines at a time; `ASKED` chunks, along the first
     axis of a matrix; and `HEADS` heads, along its second.
     """
     one = 1.0
     is_last = segment == SEGMENTS - 1
-    if RESTARTS and not ENDS:
-        begin, stop, is_last = chunks_of_program(growth, HV, segment, SEGMENTS, chunks, ranges, False)
-    elif growth is not None:
-        count, forgotten = chunks_that_count(growth, h, HV, begin, stop, ranges, False, RESTARTS)
+    if WARM_STARTS and not ENDS:
+        begin, stop, is_last = chunks_of_program(log_norm, HV, segment, SEGMENTS, chunks, ranges, False)
+    elif log_norm is not None:
+        count, is_zero = chunks_that_count(log_norm, h, HV, begin, stop, ranges, False, WARM_STARTS)
         if IDENTITY:  # the matrix is zero
-            count = tl.where(forgotten, 0, count)
-            one = tl.where(forgotten, 0.0, 1.0)
+            count = tl.where(is_zero, 0, count)
+            one = tl.where(is_zero, 0.0, 1.0)
         begin = stop - count
     return begin, stop, is_last, one
 
@@ -427,7 +427,7 @@ def delta_state_passing_kernel(
     b,  # [tokens, HV, K], keys that write the reads of `k`, in the low-rank recurrence
     P,  # [chunks, HV, C, C], transposed
     Y,  # [chunks, HV, C, C], transposed, in float32
-    growth,  # [chunks, HV], the log-norm bound: passes for `ends` cover `chunks_that_count` only
+    log_norm,  # [chunks, HV], the log-norm bound: passes for `ends` cover `chunks_that_count` only
     initial,  # [SEGMENTS, N, HV, K, V], before each segment
     o,  # [tokens, HV, V]
     r,  # [tokens, HV, V]
@@ -448,13 +448,13 @@ def delta_state_passing_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     IDENTITY: tl.constexpr,
-    RESTARTS: tl.constexpr,
+    WARM_STARTS: tl.constexpr,
     READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """State passing forwards in time: fills `o`, `r`, `states`, `ends` and `final`, if given.
 
-    One program passes the state through one segment of one sequence, or with `RESTARTS` through the segments
+    One program passes the state through one segment of one sequence, or with `WARM_STARTS` through the segments
     that `chunks_of_program` returns; the `ends` of segments in which not all heads decay to zero are then
     meaningless. Without `initial` it starts at zero or, with `IDENTITY`, at the identity matrix. The state is
     a tuple with one tile for each `BK` keys.
@@ -471,11 +471,22 @@ def delta_state_passing_kernel(
     dv = numbers_of_tile(tile, BV)
     lo, hi, row0, chunks, begin, stop = chunks_of_segment(ns % N, segment, SEGMENTS, T, cu_seqlens, C)
     S = _load_parts(None if initial is None else initial + at_end, dv, K, V, BK)
-    if growth is not None:
-        growth += row0 * HV
+    if log_norm is not None:
+        log_norm += row0 * HV
     ranges = tl.arange(0, 64), tl.arange(0, ASKED), tl.arange(0, HEADS)
-    begin, stop, is_last, one = chunks_of_sweep(
-        growth, h, HV, segment, SEGMENTS, chunks, begin, stop, ranges, ends is not None, IDENTITY, RESTARTS
+    begin, stop, is_last, one = chunks_to_pass(
+        log_norm,
+        h,
+        HV,
+        segment,
+        SEGMENTS,
+        chunks,
+        begin,
+        stop,
+        ranges,
+        ends is not None,
+        IDENTITY,
+        WARM_STARTS,
     )
     if IDENTITY:
         S = ()
@@ -563,7 +574,7 @@ def delta_backward_state_passing_kernel(
     W,  # [tokens, HV, K]
     b,  # [tokens, HV, K], as in `delta_state_passing_kernel`
     P,  # [chunks, HV, C, C], transposed
-    growth,  # [chunks, HV], as in `delta_state_passing_kernel`
+    log_norm,  # [chunks, HV], as in `delta_state_passing_kernel`
     d_final,  # [SEGMENTS, N, HV, K, V], after each segment
     dv,  # [tokens, HV, V]; it may be W, because W of a chunk is not read after its dv is stored
     du,  # [tokens, HV, V], with `b`: its product with the gradient of the state
@@ -582,13 +593,13 @@ def delta_backward_state_passing_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    RESTARTS: tl.constexpr,
+    WARM_STARTS: tl.constexpr,
     READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """State passing backwards in time: fills `dv`, `du`, `d_states`, `ends` and `d_initial`, if given.
 
-    `RESTARTS` is as in `delta_state_passing_kernel`.
+    `WARM_STARTS` is as in `delta_state_passing_kernel`.
     """
     scale = in_float32(scale)
     tile, h, ns = split_program(tl.cdiv(V, BV), HV)
@@ -602,13 +613,13 @@ def delta_backward_state_passing_kernel(
     lo, hi, row0, chunks, begin, stop = chunks_of_segment(ns % N, segment, SEGMENTS, T, cu_seqlens, C)
     dS = _load_parts(None if d_final is None else d_final + at_end, d2, K, V, BK)
     is_last = segment == 0
-    if growth is not None:
-        growth += row0 * HV
+    if log_norm is not None:
+        log_norm += row0 * HV
     ranges = tl.arange(0, 64), tl.arange(0, ASKED), tl.arange(0, HEADS)
-    if RESTARTS and ends is None:
-        begin, stop, is_last = chunks_of_program(growth, HV, segment, SEGMENTS, chunks, ranges, True)
-    elif growth is not None:
-        count, _ = chunks_that_count(growth, h, HV, begin, stop, ranges, True, RESTARTS)
+    if WARM_STARTS and ends is None:
+        begin, stop, is_last = chunks_of_program(log_norm, HV, segment, SEGMENTS, chunks, ranges, True)
+    elif log_norm is not None:
+        count, _ = chunks_that_count(log_norm, h, HV, begin, stop, ranges, True, WARM_STARTS)
         # A segment without chunks may begin past the last chunk, before which a load looks ahead.
         stop = tl.minimum(begin + count, stop)
     i = tl.arange(0, C)

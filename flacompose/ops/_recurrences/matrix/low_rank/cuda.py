@@ -25,10 +25,13 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._launch.launch import launch
-from flacompose.ops._launch.operands import launch_by_gates, operand, tile_count
+from flacompose.ops._launch.operands import launch_by_gates, operand, operand_by_token, tile_count
+from flacompose.ops._launch.sequences import MatrixSequences
 from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.matrix.channel_decay.cuda import CHUNK
-from flacompose.ops._recurrences.matrix.delta_rule.state_passing import Sweeps
+from flacompose.ops._recurrences.matrix.delta_rule import launch_state_passing as state_passing
+from flacompose.ops._recurrences.matrix.delta_rule.launch_state_passing import scratch
+from flacompose.ops._recurrences.matrix.delta_rule.plan import state_passing as plan_state_passing
 from flacompose.ops._recurrences.matrix.inputs import Inputs
 from flacompose.ops._recurrences.matrix.low_rank import plan
 from flacompose.ops._recurrences.matrix.low_rank.gradients import (
@@ -50,102 +53,105 @@ OF_KEYS = ("q", "k", "a", "b")
 def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
     rule = _Launches(inputs)
-    rule.factorize(backward=False)
-    return rule.chunk(inputs.v.dtype)
+    factors = rule.factors()
+    o, final_state = rule.per_token(rule.H, rule.V, dtype=inputs.v.dtype), rule.state(torch.float32)
+    state_passing.forwards(factors, o=o, final=final_state)
+    return rule.batched(o), final_state
 
 
 def ends(inputs: Inputs) -> tuple[Tensor, ...]:
     """``(end [N, H, K, V], matrix [N, H, K, K])``."""
-    rule = _Launches(inputs._replace(initial_state=None))
-    rule.factorize(backward=False)
-    return rule.map()
+    return state_passing.transition(_Launches(inputs._replace(initial_state=None)).factors())
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     of_vectors = call.wants(*OF_KEYS, "gk")
     rule = _Launches(call.inputs)
-    rule.factorize(backward=of_vectors)
+    factors = rule.factors(backward=of_vectors)
     do, d_final_state = operand(call.do), operand(call.arriving.final_state)
     start = call.wanted_input("initial_state")
     d_initial_state = None if start is None else rule.state(start.dtype)
-    dv = rule.per_token(rule.HV, rule.V, dtype=rule.dtype)
+    dv = rule.per_token(rule.H, rule.V, dtype=rule.dtype)
     if not of_vectors:
-        rule.reverse(do, d_final_state, dv=dv, d_initial=d_initial_state)
+        state_passing.backwards(factors, do, d_final_state, dv=dv, d_initial=d_initial_state)
         return call.made(v=rule.batched(dv), initial_state=d_initial_state)
-    u, du, S, dS = (
-        *(rule.scratch(rule.HV, rule.V) for _ in range(2)),
-        *(rule.per_chunk_state() for _ in range(2)),
-    )
+    u, du = factors.scratch(), factors.scratch()
+    S, dS = rule.per_chunk_state(), rule.per_chunk_state()
     backwards = {"dv": dv, "du": du, "d_states": dS, "d_initial": d_initial_state}
-    if rule.sweeps_at_once:
-        rule.sweep_both_ways(do, d_final_state, r=u, states=S, **backwards)
+    if factors.plan.has_few_programs:
+        state_passing.both_directions(factors, do, d_final_state, r=u, states=S, **backwards)
     else:
-        rule.sweep(r=u, states=S)
-        rule.reverse(do, d_final_state, **backwards)
+        state_passing.forwards(factors, r=u, states=S)
+        state_passing.backwards(factors, do, d_final_state, **backwards)
+    del factors  # which only state passing needs
     made = rule.gradients(do, u, du, S, dS, gates=call.wants("gk"))
     return call.made(**made, v=rule.batched(dv), initial_state=d_initial_state)
 
 
-class _Launches(Sweeps):
-    """The launches of one call: `factorize` is the first, and then those of state passing and `gradients`."""
+class _Launches(MatrixSequences):
+    """The launches of one call, but for those of state passing."""
 
     def __init__(self, inputs: Inputs) -> None:
-        super().__init__(inputs.q, inputs.v, inputs.initial_state, inputs.cu_seqlens, inputs.scale, CHUNK)
+        super().__init__(inputs.q, inputs.v, inputs.cu_seqlens, inputs.scale, CHUNK)
         self.scale = inputs.scale
         self.vectors = Vectors(*(operand(getattr(inputs, name)) for name in Vectors._fields))
         self.values = operand(inputs.v)
+        self.v_by_token, self.initial = operand_by_token(inputs.v), operand(inputs.initial_state)
         self.gated = inputs.gk is not None
         # Without gates, reads before and after the decay are the same.
         self.order = {"READ_BEFORE": inputs.read_before and self.gated}
-        self.common = {**self.positions, "H": self.HV, "DOT": self.arguments["DOT"]}
+        self.common = {**self.positions, "H": self.H, "DOT": self.arguments["DOT"]}
         # Without gates the vectors decayed to the chunk's middle are the vectors themselves.
-        self.at_middle, self.mild_gradient = self.vectors._replace(gk=None), None
+        self.at_middle = self.vectors._replace(gk=None)
+        self.mild_gradient: Tensor | None = None
 
-    def factorize(self, backward: bool) -> None:
-        """Fill the factors of state passing and, for the `backward`, the vectors of the gradient kernels."""
-        P, *stored = (self.per_chunk(self.HV, self.C, self.C, dtype=self.dtype) for _ in range(4))
+    def factors(self, backward: bool = False) -> state_passing.Factors:
+        """The operands of state passing and, for the `backward`, the vectors of the gradient kernels."""
+        P, *stored = (self.per_chunk(self.H, self.C, self.C, dtype=self.dtype) for _ in range(4))
         products = Products(*stored, *(x.new_empty(x.shape) if self.bfloat16 else None for x in stored))
-        mild = self.per_chunk(self.HV, dtype=torch.int8) if self.gated else None
+        mild = self.per_chunk(self.H, dtype=torch.int8) if self.gated else None
         tensors: dict[str, Any] = {"vectors": self.vectors, "products": products, "mild": mild, "K": self.K}
         launch_by_gates(
             low_rank_product_kernel,
-            self.chunks * self.HV,
+            self.chunks * self.H,
             {**tensors, "P": P, "scale": self.scale},
             self.order,
             self.common,
             plan.pair_config(self.bfloat16, self.K),
             gated=self.gated,
         )
-        made = Factors(*(self.scratch(self.HV, self.K) for _ in Factors._fields))
-        self.factors |= {"P": P, "Y": products.M, "q": made.Q, "k": made.W_a, "W": made.W, "b": made.b_write}
+        made = Factors(*(scratch(self, self.K) for _ in Factors._fields))
         self.pairs: dict[str, Tensor] = {"Y": products.Y, "X": products.X}
         config = plan.factor_config(self.bfloat16)
         tiles = tile_count(self.K, config["BK"])
         middle = Vectors(*[None] * 4)
-        if self.gated:
-            self.gates["total"] = self.per_chunk(self.HV, self.K)
+        total = self.per_chunk(self.H, self.K) if self.gated else None
         if self.gated and backward:
-            middle = self.at_middle = Vectors(*(self.scratch(self.HV, self.K) for _ in OF_KEYS))
-            self.mild_gradient = self.per_chunk(self.HV, tiles, dtype=torch.int8)
+            middle = self.at_middle = Vectors(*(scratch(self, self.K) for _ in OF_KEYS))
+            self.mild_gradient = self.per_chunk(self.H, tiles, dtype=torch.int8)
         tensors |= {"factors": made, "middle": middle, "mild_gradient": self.mild_gradient}
         launch_by_gates(
             low_rank_factor_kernel,
-            tiles * self.chunks * self.HV,
-            {**tensors, "total": self.gates["total"]},
+            tiles * self.chunks * self.H,
+            {**tensors, "total": total},
             self.order,
             self.common,
             config,
             gated=self.gated,
         )
+        passing, (v, v_token) = plan_state_passing(self, low_rank=True), self.v_by_token
+        return state_passing.Factors(
+            self, passing, v, v_token, self.initial, q=made.Q, k=made.W_a, W=made.W, b=made.b_write, P=P,
+            Y=products.M, total=total,
+        )  # fmt: skip
 
     def gradients(
         self, do: Tensor, u: Tensor, du: Tensor, S: Tensor, dS: Tensor, gates: bool
     ) -> dict[str, Tensor]:
         """The gradients of all vectors and, if wanted, of gates, by the names of the inputs."""
-        self.free_sweep_memory()
-        H, K, C = self.HV, self.K, self.C
-        z = self.scratch(H, self.V)
+        H, K, C = self.H, self.K, self.C
+        z = scratch(self, self.V)
         parts = 2 if self.bfloat16 else 1  # parts of the gradients of the pairs of `a`
         products = {
             "pairs": self.per_chunk(H, 2 + 2 * parts, C, C, dtype=self.dtype),

@@ -18,7 +18,7 @@ from flacompose.ops._recurrences.matrix import gates_of_channels
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_gradients import store_gradients_of_keys
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.gates import (
     BLOCKS,
-    MILD,
+    FACTORISABLE,
     TABLE,
     decayed,
     from_block_middle,
@@ -192,7 +192,7 @@ def _through_pairs(pairs, roots_s, x_s, writer_s, read, written, sums_s, GATES: 
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def hopper_channel_block_gradient_kernel(
     # The parameters of `delta_channel_gradient_kernel` in `channel_kernels`, with the same meanings, and
-    # `mild_chunks`. As there, one kernel computes all gradients, so it has more than 25 parameters.
+    # `factorisable_chunks`. As there, one kernel computes all gradients, so it has more than 25 parameters.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     a,  # [tokens, H, K]
@@ -210,7 +210,7 @@ def hopper_channel_block_gradient_kernel(
     da,  # [tokens, HV, K]
     dbeta,  # [tokens, tiles of K, HV], to be added up
     dgk,  # [tokens, HV, K]
-    mild_chunks,  # [chunks, HV]; `hopper/channel_gradients` computes the chunks that are `MILD`
+    factorisable_chunks,  # [chunks, HV]; `hopper/channel_gradients` computes the chunks that are `FACTORISABLE`
     mild,  # [chunks, HV, tiles of K], whether `hopper/channel_gradients` or this kernel computes the tile
     cu_seqlens,
     T,
@@ -234,7 +234,7 @@ def hopper_channel_block_gradient_kernel(
     size = gl.minimum(hi - lo, C).to(gl.int32)
     rh = row * HV + h
     mild += rh * tiles + tile
-    if gl.load(mild_chunks + rh) == MILD:
+    if gl.load(factorisable_chunks + rh) == FACTORISABLE:
         gl.store(mild, 1)
         return
     first = lo * HV + h
@@ -284,10 +284,10 @@ def hopper_channel_block_gradient_kernel(
     make_visible()
     middle = selected(from_block_middle(t[:, None], s), writer_s, zeros, PARTS)
     largest = gl.maximum(gl.max(gl.max(gl.abs(middle), 1), 0), largest)
-    is_mild = largest < MILD_BOUND
-    gl.store(mild, is_mild.to(gl.int8))
+    is_factorisable = largest < MILD_BOUND
+    gl.store(mild, is_factorisable.to(gl.int8))
     arrived(0)
-    if not is_mild:
+    if not is_factorisable:
         at = pairs + rh * 2 * C * C + t[:, None] * C + s
         of_q, on_diagonal = _pairs(of_values_s.index(0), r_s, scale, L)
         gl.store(diagonal + rh * C + t, on_diagonal)

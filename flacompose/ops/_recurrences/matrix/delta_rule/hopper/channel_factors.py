@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.gates import (
     BLOCKS,
-    MILD,
-    MILD_IN_BLOCKS,
+    FACTORISABLE,
+    FACTORISABLE_IN_BLOCKS,
     TABLE,
     decayed,
     from_block_middle,
@@ -159,7 +159,7 @@ def hopper_channel_factor_kernel(
     q_read,  # [tokens, HV, K]
     k_read,  # [tokens, HV, K]
     total,  # [chunks, HV, K]
-    mild,  # [chunks, HV]: `MILD`, `MILD_IN_BLOCKS`, or 0 for a chunk that is left to Triton's kernel
+    mild,  # [chunks, HV]: `FACTORISABLE`, `FACTORISABLE_IN_BLOCKS`, or 0 for a chunk that is left to Triton's kernel
     cu_seqlens,
     T,
     N,
@@ -204,8 +204,8 @@ def hopper_channel_factor_kernel(
     store_parts(readers_s, g.to(gl.float32), PARTS)
     make_visible()
     middle = selected(from_block_middle(s, t), readers_s, gl.zeros([C, K], gl.float32, L), PARTS)
-    is_mild = gl.max(gl.max(gl.abs(middle), 1), 0) < MILD_BOUND
-    if not is_mild:
+    is_factorisable = gl.max(gl.max(gl.abs(middle), 1), 0) < MILD_BOUND
+    if not is_factorisable:
         gl.store(mild + rh, 0)
         arrived(0)
         return
@@ -223,7 +223,10 @@ def hopper_channel_factor_kernel(
     gl.store(total + rh * K + d, row_of(tables_s.index(OF_CHUNK), 0, ROW))
     of_gate = size_of_gate(gl.max(gl.max(gl.abs(g), 1), 0), gl.bfloat16)
     of_sums = gl.max(gl.max(gl.max(gl.abs(_from_chunk_middle(middle, tables_s)), 2), 1), 0)
-    gl.store(mild + rh, gl.where(gl.maximum(of_gate, of_sums) < MILD_BOUND, MILD, MILD_IN_BLOCKS).to(gl.int8))
+    gl.store(
+        mild + rh,
+        gl.where(gl.maximum(of_gate, of_sums) < MILD_BOUND, FACTORISABLE, FACTORISABLE_IN_BLOCKS).to(gl.int8),
+    )
 
     # 2. The readers, decayed from their block's middle and from the chunk's start; and the writers, up to
     # their block's middle.

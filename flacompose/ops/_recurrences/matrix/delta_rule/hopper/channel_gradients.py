@@ -1,10 +1,9 @@
 """Gradients of chunks with factorisable gates of channels on Hopper, in Gluon: bfloat16, heads of 64 and 128.
 
-The kernel computes the chunks that `hopper_channel_factor_kernel` has marked as `MILD`, including the gradients of
-pairs. `hopper/channel_block_gradients` computes the other chunks. A product of two float32 factors is one of bfloat16
-parts, because a product in TF32 requires the contracted axis to be the last of both operands in shared
-memory.
-"""
+The kernel computes the chunks that `hopper_channel_factor_kernel` has marked as `FACTORISABLE`, including the
+gradients of pairs. `hopper/channel_block_gradients` computes the other chunks. A product of two float32
+factors is one of bfloat16 parts, because a product in TF32 requires the contracted axis to be the last of
+both operands in shared memory."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_g
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from flacompose.ops._recurrences.matrix import gates_of_channels
-from flacompose.ops._recurrences.matrix.delta_rule.hopper.gates import MILD, left_by, load_gates
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.gates import FACTORISABLE, left_by, load_gates
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import products
 from flacompose.ops._tiles.hopper import (
     arrived,
@@ -128,7 +127,7 @@ def store_gradients_of_keys(written, d_reader, k_s, beta_t, dbeta, dk, da, first
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def hopper_channel_gradient_kernel(
     # The parameters of the kernel of this name in `channel_kernels`, with the same meanings, and
-    # `mild_chunks`.
+    # `factorisable_chunks`.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     a,  # [tokens, H, K]
@@ -144,7 +143,7 @@ def hopper_channel_gradient_kernel(
     da,  # [tokens, HV, K]
     dbeta,  # [tokens, tiles of K, HV], to be added up
     dgk,  # [tokens, HV, K]
-    mild_chunks,  # [chunks, HV], the marks from `hopper_channel_factor_kernel`
+    factorisable_chunks,  # [chunks, HV], the marks from `hopper_channel_factor_kernel`
     cu_seqlens,
     T,
     N,
@@ -163,7 +162,7 @@ def hopper_channel_gradient_kernel(
     if lo >= hi:
         return
     rh = row * HV + h
-    if gl.load(mild_chunks + rh) != MILD:
+    if gl.load(factorisable_chunks + rh) != FACTORISABLE:
         return
     size = gl.minimum(hi - lo, C).to(gl.int32)
     first = lo * HV + h

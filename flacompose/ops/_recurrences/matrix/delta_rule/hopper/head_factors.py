@@ -163,14 +163,14 @@ def inverse(upper):
 
 
 @gluon.jit
-def _store_growth(growth, of_k, beta_s, total):
+def _store_log_norm(log_norm, of_k, beta_s, total):
     """Stores the log-norm bound of a chunk's transition matrix, from the products of its keys."""
     C: gl.constexpr = of_k.shape[0]
     s = gl.arange(0, C, gl.SliceLayout(1, of_k.type.layout))[:, None]
     t = gl.arange(0, C, gl.SliceLayout(0, of_k.type.layout))[None, :]
     # A token multiplies a state by exp(g) (I - beta k k^T), whose norm is exp(g) max(1, |1 - beta k . k|).
     along_key = gl.abs(1.0 - beta_s * gl.sum(gl.where(s == t, of_k, 0.0), 1))
-    gl.store(growth, total + gl.sum(gl.log2(gl.maximum(along_key, 1.0)), 0))
+    gl.store(log_norm, total + gl.sum(gl.log2(gl.maximum(along_key, 1.0)), 0))
 
 
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
@@ -184,7 +184,7 @@ def hopper_head_factor_kernel(
     W,  # [tokens, HV, K]
     P,  # [chunks, HV, C, C], transposed
     Y,  # [chunks, HV, C, C], transposed, in float32
-    growth,  # [chunks, HV]
+    log_norm,  # [chunks, HV]
     cu_seqlens,
     T,
     N,
@@ -195,7 +195,7 @@ def hopper_head_factor_kernel(
     C: gl.constexpr,
     READ_BEFORE: gl.constexpr,
 ):
-    """Fills `W`, `P` and, if given, `Y` and `growth`."""
+    """Fills `W`, `P` and, if given, `Y` and `log_norm`."""
     of_group, row, hk, lo, hi = tile_of_program(HV // H, T, N, H, cu_seqlens, C)
     h = hk * (HV // H) + of_group
     if lo >= hi:
@@ -231,8 +231,8 @@ def hopper_head_factor_kernel(
     arrived(0)
     of_q = warpgroup_mma(k_s, q_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     of_k, of_q = warpgroup_mma_wait(0, [of_k, of_q])
-    if growth is not None:
-        _store_growth(growth + rh, of_k, beta_s, total)
+    if log_norm is not None:
+        _store_log_norm(log_norm + rh, of_k, beta_s, total)
     weights = (beta_s * scale.to(gl.float32))[:, None]
     if sums is not None:
         between = gl.exp2(-gl.abs(sum_s[:, None] - gl.load(sums + t)[None, :]))
@@ -270,7 +270,7 @@ def hopper_inverse_kernel(
     beta,  # [tokens, HV]
     sums,  # [chunks, HV, C]
     Y,  # [chunks, HV, C, C], transposed, in bfloat16
-    growth,  # [chunks, HV]
+    log_norm,  # [chunks, HV]
     cu_seqlens,
     T,
     N,
@@ -279,7 +279,7 @@ def hopper_inverse_kernel(
     K: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Fills `Y` and, if given, `growth`, for `hopper_state_passing_kernel` of `hopper/state_passing`.
+    """Fills `Y` and, if given, `log_norm`, for `hopper_state_passing_kernel` of `hopper/state_passing`.
 
     `Y` has two parts: the larger ones on and above the diagonal, and the smaller ones, transposed, below it.
     """
@@ -308,8 +308,8 @@ def hopper_inverse_kernel(
         k_s, k_s.permute((1, 0)), gl.zeros([C, C], gl.float32, L), use_acc=False, is_async=True
     )
     of_k = warpgroup_mma_wait(0, [of_k])
-    if growth is not None:
-        _store_growth(growth + rh, of_k, beta_s, total)
+    if log_norm is not None:
+        _store_log_norm(log_norm + rh, of_k, beta_s, total)
     if sums is not None:
         of_k *= between
     solved = inverse(gl.where(s[:, None] < t[None, :], of_k * beta_s[:, None], 0.0))

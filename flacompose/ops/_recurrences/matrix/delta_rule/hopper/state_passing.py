@@ -28,7 +28,7 @@ from flacompose.ops._tiles.hopper import arrived, async_load, barrier, parts, ro
 split_program = gluon.jit(blocks.split_program.fn)
 is_idle = gluon.jit(blocks.is_idle.fn)
 chunks_of_segment = gluon.jit(blocks.chunks_of_segment.fn)
-chunks_of_sweep = gluon.jit(kernels.chunks_of_sweep.fn)
+chunks_to_pass = gluon.jit(kernels.chunks_to_pass.fn)
 
 # The number of chunks in shared memory. A later chunk overwrites the operands of one that no thread needs any
 # more: keys are needed to the end of a chunk, and queries and values until all threads have waited there.
@@ -167,7 +167,7 @@ def hopper_state_passing_kernel(
     beta,  # [tokens, HV]
     sums,  # [chunks, HV, C]
     Y,  # [chunks, HV, C, C], from `hopper_inverse_kernel`
-    growth,  # [chunks, HV]
+    log_norm,  # [chunks, HV]
     initial,  # [SEGMENTS, N, HV, K, V], before each segment
     o,  # [tokens, HV, V]
     ends,  # [SEGMENTS, N, HV, K, V], after each segment
@@ -184,7 +184,7 @@ def hopper_state_passing_kernel(
     V: gl.constexpr,
     C: gl.constexpr,
     IDENTITY: gl.constexpr,
-    RESTARTS: gl.constexpr,
+    WARM_STARTS: gl.constexpr,
 ):
     """State passing forwards in time: fills `o`, `ends` and `final`, if given."""
     WARPS: gl.constexpr = gl.num_warps()
@@ -204,16 +204,27 @@ def hopper_state_passing_kernel(
     lo, hi, row0, chunks, begin, stop = chunks_of_segment(ns % N, segment, SEGMENTS, T, cu_seqlens, C)
 
     # 1. The chunks of this program, and the state before them.
-    if growth is not None:
-        growth += row0 * HV
+    if log_norm is not None:
+        log_norm += row0 * HV
     ASKING: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     ranges = (
         gl.arange(0, 64, gl.BlockedLayout([1], [32], [WARPS], [0])),
         gl.arange(0, kernels.ASKED, gl.SliceLayout(1, ASKING)),
         gl.arange(0, kernels.HEADS, gl.SliceLayout(0, ASKING)),
     )
-    begin, stop, is_last, one = chunks_of_sweep(
-        growth, h, HV, segment, SEGMENTS, chunks, begin, stop, ranges, ends is not None, IDENTITY, RESTARTS
+    begin, stop, is_last, one = chunks_to_pass(
+        log_norm,
+        h,
+        HV,
+        segment,
+        SEGMENTS,
+        chunks,
+        begin,
+        stop,
+        ranges,
+        ends is not None,
+        IDENTITY,
+        WARM_STARTS,
     )
     dv = gl.arange(0, V, gl.SliceLayout(1, OF_STATE))[:, None]
     dk = gl.arange(0, K, gl.SliceLayout(0, OF_STATE))[None, :]

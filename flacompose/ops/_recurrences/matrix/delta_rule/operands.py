@@ -1,0 +1,78 @@
+"""The operands of one call of the delta rule on CUDA, and the launch of a step of its plan."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from flacompose.ops._launch.launch import launch
+from flacompose.ops._launch.operands import operand, operand_by_token
+from flacompose.ops._launch.sequences import MatrixSequences
+from flacompose.ops._recurrences.matrix.inputs import Inputs
+
+
+class Operands(NamedTuple):
+    """The inputs in the form that kernels take, and the layout of their tokens."""
+
+    tokens: MatrixSequences  # its `H` is the number of heads of values
+    q: Tensor
+    k: Tensor
+    a: Tensor | None
+    beta: Tensor
+    gk: Tensor | None  # the sum of both gates, if there are both
+    v: Tensor
+    v_token: int  # the number of elements from one token of `v` to the next
+    initial: Tensor | None
+    has_gates_of_heads: bool
+    read_before: bool
+
+    @property
+    def read_by(self) -> tuple[Tensor, ...]:
+        """The vectors that read the state or write it."""
+        return tuple(x for x in (self.q, self.k, self.a) if x is not None)
+
+    @property
+    def reads_by_key(self) -> bool:
+        """Whether the error is that of the gated delta rule: read by the key, after the decay."""
+        return self.a is None and not self.read_before
+
+
+def operands(inputs: Inputs, C: int) -> Operands:
+    """The operands of a call whose chunks have `C` tokens."""
+    g, gk = inputs.g, inputs.gk
+    if inputs.read_before and gk is not None:
+        raise ValueError(
+            "read_before needs gates of heads, got gates of channels: their kernels read after the decay"
+        )
+    if gk is not None and g is not None:
+        gk, g = gk.float() + g.unsqueeze(-1), None
+    tokens = MatrixSequences(inputs.q, inputs.v, inputs.cu_seqlens, inputs.scale, C)
+    q, k, a, beta, gk = map(operand, (inputs.q, inputs.k, inputs.a, inputs.beta, gk))
+    assert q is not None and k is not None and beta is not None
+    v, v_token = operand_by_token(inputs.v)
+    # Without gates, reads before and after the decay are the same.
+    read_before = inputs.read_before and g is not None
+    return Operands(
+        tokens, q, k, a, beta, gk, v, v_token, operand(inputs.initial_state), g is not None, read_before
+    )
+
+
+class Step(NamedTuple):
+    """A launch of a plan."""
+
+    file: str  # in this folder
+    kernel: str
+    config: dict[str, int]  # block sizes, flags, warps and stages
+
+
+def launch_step(step: Step, grid: tuple[int, ...], tokens: MatrixSequences, **arguments: Any) -> None:
+    """Launch the kernel of `step` with those of the `arguments` and of the sizes of `tokens` that it takes.
+
+    It is imported here: Gluon's kernels need a Triton that others do not.
+    """
+    kernel = getattr(import_module(f"{__package__}.{step.file}"), step.kernel)
+    arguments = {**tokens.arguments, "HV": tokens.H, "K": tokens.K, "V": tokens.V, "C": tokens.C, **arguments}
+    taken = {name: arguments[name] for name in kernel.arg_names if name in arguments}
+    launch(kernel, grid, **taken, **step.config)
