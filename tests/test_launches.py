@@ -497,7 +497,7 @@ def test_few_rows_restart(B: int, chunks: int, chip: Chip, into_graph: bool, seg
     q, gates = torch.zeros(B, 64 * chunks, 2, 128, dtype=torch.bfloat16), torch.zeros(2, B, 64 * chunks, 2)
     args = q, q, q, *gates, None, None, None, None, 1.0, False
     with tables_of(chip):
-        launches, _ = launched(lambda: flat(delta_rule, "chunk")(*args), into_graph)
+        launches, _ = launched(lambda: flat(delta_rule, "chunk")(*named(delta_rule, *args)), into_graph)
     sweeps = [(x["SEGMENTS"], x["WARM_STARTS"]) for _, x in launches if "WARM_STARTS" in x]
     # One launch for the ends, if there are any, and one for all tokens.
     assert sweeps == [(segments, segments > 1)] * min(segments, 2)
