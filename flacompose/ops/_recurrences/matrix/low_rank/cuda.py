@@ -109,7 +109,8 @@ class _Launches(Sweeps):
         self.order = {"READ_BEFORE": inputs.read_before and self.gated}
         self.common = {**self.positions, "H": self.HV, "DOT": self.arguments["DOT"]}
         # Without gates the vectors decayed to the chunk's middle are the vectors themselves.
-        self.at_middle, self.mild_gradient = self.vectors._replace(gk=None), None
+        self.at_middle = self.vectors._replace(gk=None)
+        self.mild_gradient: Tensor | None = None
 
     def factorize(self, backward: bool) -> None:
         """Fill the factors of state passing and, for the `backward`, the vectors of the gradient kernels."""
