@@ -26,7 +26,7 @@ from triton.backends.nvidia import driver as nvidia  # noqa: E402
 from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
-from flacompose.ops._launch import build, row_split, warm_up  # noqa: E402
+from flacompose.ops._launch import build, operands, row_split, warm_up  # noqa: E402
 from flacompose.ops._launch.launch import launching_by  # noqa: E402
 from flacompose.ops._recurrences.elementwise.scan import cuda as scan  # noqa: E402
 from flacompose.ops._recurrences.elementwise.stabilizer import cuda as stabilizer  # noqa: E402
@@ -38,7 +38,7 @@ from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay  # 
 from flacompose.ops._recurrences.matrix.inputs import Inputs  # noqa: E402
 
 FAMILIES = head_decay, scan, channel_decay
-LAUNCHING = *FAMILIES, slots, stabilizer, row_split
+LAUNCHING = *FAMILIES, slots, stabilizer, row_split, operands
 KERNELS = {x for module in LAUNCHING for x in vars(module).values() if isinstance(x, triton.JITFunction)}
 
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=["scalar", "scan", "vector"])
@@ -306,7 +306,8 @@ def test_all_are_loaded_before_one_is_launched(compiled: Compiled, monkeypatch: 
             events.append("launch")
         launch(*args, **kwargs)
 
-    monkeypatch.setattr(channel_decay, "launch", noted_launch)
+    for module in (channel_decay, operands):
+        monkeypatch.setattr(module, "launch", noted_launch)
     monkeypatch.setattr(triton.compiler.CompiledKernel, "run", property(lambda _: events.append("load")))
     ahead(channel_decay, "chunk")(*arguments(channel_decay))
     assert events == sorted(events, reverse=True)

@@ -256,7 +256,7 @@ each_head_decay = every([case for case in CASES if case.family == "head_decay" a
 def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks as in bfloat16, of two blocks of 64 tokens."""
     monkeypatch.setattr(
-        head_decay, "chunk_size", lambda bfloat16, step, gates, *_: 4 * step if gates else step
+        head_decay.plan, "chunk_size", lambda bfloat16, step, gates, *_: 4 * step if gates else step
     )
 
 

@@ -16,9 +16,11 @@ import triton
 
 def without_tuples(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The kernel whose parameters are no tuples, and its arguments by name."""
-    arguments, fields = {}, {}
-    for name, x in (dict(zip(kernel.arg_names, args, strict=False)) | kwargs).items():
-        if isinstance(x, tuple):
+    arguments: dict[str, Any] = {}
+    fields: dict[str, tuple[str, ...]] = {}
+    given: dict[str, Any] = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    for name, x in given.items():
+        if hasattr(x, "_fields"):
             names = fields[name] = tuple(f"{name}_{field}" for field in x._fields)
             arguments |= zip(names, x, strict=True)
         else:

@@ -29,7 +29,8 @@ def forward(inputs: Inputs) -> tuple[Tensor, ...]:
     run = _Launches(inputs)
     R, HV, S, P = run.R, run.HV, run.S, run.P
     made = Outputs(
-        *(run.per_token(R, HV, S, dtype=x.dtype) for x in (q, k)),
+        run.per_token(R, HV, S, dtype=q.dtype),
+        run.per_token(R, HV, S, dtype=k.dtype),
         run.per_token(HV, P, dtype=v.dtype),
         run.per_token(HV, R, R, dtype=torch.float32),
         run.per_sequence(R, HV, S, dtype=k.dtype),
@@ -49,9 +50,11 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         call.wanted_input, call.signature.differentiable
     )
     d = kernels.Gradients(
-        *(None if x is None else run.per_token(R, run.H, S, dtype=x.dtype) for x in (q, k)),
+        None if q is None else run.per_token(R, run.H, S, dtype=q.dtype),
+        None if k is None else run.per_token(R, run.H, S, dtype=k.dtype),
         None if v is None else run.per_token(HV, P, dtype=v.dtype),
-        *(None if x is None else run.per_chunk(HV, R, S) for x in (q_bias, k_bias)),
+        None if q_bias is None else run.per_chunk(HV, R, S),
+        None if k_bias is None else run.per_chunk(HV, R, S),
         None if angle is None else run.per_token(R, HV, angle.shape[3], dtype=torch.float32),
         None if initial_k is None else run.per_sequence(R, HV, S, dtype=initial_k.dtype),
         None if initial_v is None else run.per_sequence(HV, P, dtype=initial_v.dtype),
@@ -76,8 +79,8 @@ class _Launches(Sequences):
         BI, BP = block(self.S // 2, 256), block(self.P, 512)
         super().__init__(q, inputs.cu_seqlens, min(64, 2 * TILE // max(2 * BI, BP)))
         (q, q_token), (k, k_token) = (by_token(x.flatten(2, 3)) for x in (q, k))
-        dense = (x.contiguous() for x in (inputs.q_bias, inputs.k_bias, angle))
-        self.vectors = Vectors(q, k, *dense, q_token, k_token)
+        q_bias, k_bias, angle = (x.contiguous() for x in (inputs.q_bias, inputs.k_bias, angle))
+        self.vectors = Vectors(q, k, q_bias, k_bias, angle, q_token, k_token)
         sizes: dict[str, Any] = {"H": self.H, "HV": self.HV, "A": angle.shape[3], "R": self.R, "S": self.S}
         self.arguments |= sizes | {"P": self.P, "HALVES": inputs.halves, "C": self.C, "BI": BI, "BP": BP}
 

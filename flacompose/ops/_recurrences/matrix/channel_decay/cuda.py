@@ -21,6 +21,7 @@ chunk, of 32 tokens, are above -45, and, where their gradient is wanted, if each
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -236,7 +237,12 @@ class _Launches(MatrixSequences):
         known = mild is not None
         if mild is None:
             mild = self.per_chunk(self.H, tiles, dtype=torch.int8)
-        tensors = {"vectors": Vectors(a, b, x, y), "g1": g1, "g2": g2, "u": self.u if transpose else None}
+        tensors: dict[str, Any] = {
+            "vectors": Vectors(a, b, x, y),
+            "g1": g1,
+            "g2": g2,
+            "u": self.u if transpose else None,
+        }
         tensors |= {"S": S if reads else None, "dS": dS if writes else None, "made": made, "mild": mild}
         grid = (tiles * self.chunks * self.H,)
         arguments = {**self.arguments, "axes": axes, "KNOWN": known, **config}
