@@ -9,6 +9,7 @@ from flacompose.ops._launch.operands import operand
 from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.matrix.delta_rule import launch_factors, launch_gradients
 from flacompose.ops._recurrences.matrix.delta_rule import launch_state_passing as state_passing
+from flacompose.ops._recurrences.matrix.delta_rule.launch_state_passing import scratch
 from flacompose.ops._recurrences.matrix.delta_rule.operands import operands
 from flacompose.ops._recurrences.matrix.delta_rule.plan import chunk_size, plan_of
 from flacompose.ops._recurrences.matrix.inputs import Inputs
@@ -53,7 +54,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     r = S = dS = dv = None
     made: dict[str, Tensor] = {}
     if by_reads:
-        r, S = factors.scratch(), tokens.per_chunk_state()
+        r, S = scratch(tokens, tokens.V), tokens.per_chunk_state()
     if by_reads and not at_once:
         state_passing.forwards(factors, r=r, states=S)
         factors.Y = None  # frees its memory for the kernels that follow

@@ -474,19 +474,9 @@ def delta_state_passing_kernel(
     if log_norm is not None:
         log_norm += row0 * HV
     ranges = tl.arange(0, 64), tl.arange(0, ASKED), tl.arange(0, HEADS)
+    ENDS: tl.constexpr = ends is not None
     begin, stop, is_last, one = chunks_to_pass(
-        log_norm,
-        h,
-        HV,
-        segment,
-        SEGMENTS,
-        chunks,
-        begin,
-        stop,
-        ranges,
-        ends is not None,
-        IDENTITY,
-        WARM_STARTS,
+        log_norm, h, HV, segment, SEGMENTS, chunks, begin, stop, ranges, ENDS, IDENTITY, WARM_STARTS
     )
     if IDENTITY:
         S = ()

@@ -48,13 +48,9 @@ class Factors:
     read_before: bool = False  # whether `k` reads a state before the gate of a head decays it
     transitions: Tensor | None = None  # filled by the first pass that needs them
 
-    def scratch(self) -> Tensor:
-        """Memory for the errors of values, or what else each token has of their size."""
-        return scratch(self.tokens, self.tokens.V)
-
 
 def scratch(tokens: MatrixSequences, D: int) -> Tensor:
-    """Memory for a factor of products, ``[B, T, HV, D]``."""
+    """Memory for vectors that are factors of products, ``[B, T, HV, D]``."""
     return torch.empty(*tokens.tokens, tokens.H, D, dtype=tokens.dtype, device=tokens.device)
 
 

@@ -76,7 +76,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     if not of_vectors:
         state_passing.backwards(factors, do, d_final_state, dv=dv, d_initial=d_initial_state)
         return call.made(v=rule.batched(dv), initial_state=d_initial_state)
-    u, du = factors.scratch(), factors.scratch()
+    u, du = scratch(rule, rule.V), scratch(rule, rule.V)
     S, dS = rule.per_chunk_state(), rule.per_chunk_state()
     backwards = {"dv": dv, "du": du, "d_states": dS, "d_initial": d_initial_state}
     if factors.plan.has_few_programs:

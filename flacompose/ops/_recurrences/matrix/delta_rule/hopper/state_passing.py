@@ -212,19 +212,9 @@ def hopper_state_passing_kernel(
         gl.arange(0, kernels.ASKED, gl.SliceLayout(1, ASKING)),
         gl.arange(0, kernels.HEADS, gl.SliceLayout(0, ASKING)),
     )
+    ENDS: gl.constexpr = ends is not None
     begin, stop, is_last, one = chunks_to_pass(
-        log_norm,
-        h,
-        HV,
-        segment,
-        SEGMENTS,
-        chunks,
-        begin,
-        stop,
-        ranges,
-        ends is not None,
-        IDENTITY,
-        WARM_STARTS,
+        log_norm, h, HV, segment, SEGMENTS, chunks, begin, stop, ranges, ENDS, IDENTITY, WARM_STARTS
     )
     dv = gl.arange(0, V, gl.SliceLayout(1, OF_STATE))[:, None]
     dk = gl.arange(0, K, gl.SliceLayout(0, OF_STATE))[None, :]
