@@ -1,4 +1,4 @@
-"""Whole models under torch.compile: the first step with empty caches, the steady step, one-token decoding.
+"""Whole models under torch.compile: the first step with empty caches, and the steady step.
 
 Each model runs in a fresh process with empty caches. Weights and activations are plain bfloat16, without autocast. A
 training step is the forward, the cross-entropy and the backward; no optimizer.
@@ -7,7 +7,6 @@ training step is the forward, the cross-entropy and the backward; no optimizer.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,18 +18,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from . import measure, tuned, warm
-from .models import NAMES, PEERS, SOFTMAX, PeerModel, build, first_states
-from .processes import Process, answer, command, empty_caches, side_by_side
-from .public import attempt
+from .models import NAMES, PEERS, SOFTMAX, PeerModel, build
+from .processes import Figure, answer, attempt, command, empty_caches, figures, give
 from .report import Row
 
-QUANTITIES = ("compile", "step", "eager", "token")
+QUANTITIES = ("compile", "step", "eager")
 BEFORE = "before"
 FIRST, SECOND = "first step, cold caches", "first step at a second shape"
-STEP, EAGER, MEMORY, TOKEN = "step", "step, eager", "peak memory of a step", "one token"
+STEP, EAGER, MEMORY = "step", "step, eager", "peak memory of a step"
 LIMITS = {FIRST: 1.3, SECOND: 1.3}
 """Upper limits of the ratios to softmax attention."""
 
@@ -75,51 +72,6 @@ def size_of(arguments: argparse.Namespace) -> Size:
     return Size(arguments.layers, arguments.width, arguments.vocabulary, shapes)
 
 
-def give(case: str, quantity: str, unit: str, value: float) -> None:
-    answer(case=case, quantity=quantity, unit=unit, value=value)
-
-
-def compile_notes() -> Callable[[], str]:
-    """A function that says where the compiler's time has gone since it was last called.
-
-    The parts are nested: Dynamo's time has AOTAutograd's in it, and that has Inductor's for the forward. Backwards
-    are compiled when they are first called, and Triton's kernels of Inductor in worker processes meanwhile.
-    """
-    own: list[float] = []
-    with contextlib.suppress(ImportError, AttributeError):
-        from triton import knobs
-
-        def compiled(*, times: Any, cache_hit: bool, **_: Any) -> None:
-            if not cache_hit:
-                own.append(times.total / 1e6)
-
-        knobs.compilation.listener = compiled
-    parts = {
-        "Dynamo": "dynamo_cumulative_compile_time_us",
-        "AOTAutograd": "aot_autograd_cumulative_compile_time_us",
-        "Inductor": "inductor_cumulative_compile_time_us",
-        "Inductor's code generation": "inductor_code_gen_cumulative_compile_time_us",
-        "backward": "backward_cumulative_compile_time_us",
-        "waiting for Triton": "triton_compile_time_us",
-    }
-    from torch._dynamo.utils import calculate_time_spent, clear_compilation_metrics, get_compilation_metrics
-
-    def note() -> str:
-        metrics = get_compilation_metrics()
-        sums = {
-            part: sum(getattr(metric, field, None) or 0 for metric in metrics) / 1e6
-            for part, field in parts.items()
-        }
-        clear_compilation_metrics()
-        texts = [f"{part} {seconds:.1f} s" for part, seconds in sums.items()]
-        texts.append(f"{len(own)} Triton kernels in the main process {sum(own):.1f} s of one core")
-        own.clear()
-        total = calculate_time_spent().get("total_wall_time", 0.0)
-        return ", ".join(texts) + f"; torch.compile's own total so far {total:.1f} s"
-
-    return note
-
-
 def loss_of(model: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     def loss(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits, _ = model(tokens)
@@ -144,7 +96,6 @@ def train_eagerly(model: nn.Module, size: Size, device: str) -> None:
 
 def train(model: nn.Module, size: Size, wanted: Sequence[str], device: str, backend: str) -> None:
     """Give the first step at each shape and, where wanted, the steady step and its memory."""
-    where = compile_notes()
     inputs = [torch.randint(size.vocabulary, (2, B, T), device=device) for B, T in size.shapes]
     measure.synchronize()
     start = time.perf_counter()
@@ -162,7 +113,6 @@ def train(model: nn.Module, size: Size, wanted: Sequence[str], device: str, back
         seconds = time.perf_counter() - start
         if "compile" in wanted:
             give(case, quantity, "s", seconds)
-        answer(note=f"{case}, first step: {where()}")
         if "step" in wanted:
             give(case, STEP, "ms", measure.wall_us(step, calls=5, rounds=3) / 1e3)
             if device == "cuda":
@@ -173,69 +123,6 @@ def train(model: nn.Module, size: Size, wanted: Sequence[str], device: str, back
     model.zero_grad(set_to_none=True)
 
 
-@torch.no_grad()
-def decode(model: nn.Module, device: str, backend: str, dtype: torch.dtype) -> None:
-    """Give the time of one token at batch 1: in eager mode, compiled, and replayed from a CUDA graph."""
-    token = torch.zeros(1, 1, dtype=torch.int64, device=device)
-
-    def time_of(step: Callable[..., tuple[torch.Tensor, list[Any]]]) -> float:
-        states = first_states(model, device, dtype)
-
-        def one() -> None:
-            nonlocal states
-            _, states = step(token, states)
-
-        return measure.wall_us(one, calls=20) / 1e3
-
-    give("B1 T1", f"{TOKEN}, eager", "ms", time_of(model))
-    torch.compiler.reset()
-    give("B1 T1", f"{TOKEN}, compiled", "ms", time_of(torch.compile(model, fullgraph=True, backend=backend)))
-    if device == "cuda":
-        torch.compiler.reset()
-        give("B1 T1", f"{TOKEN}, CUDA graph", "ms", replayed_ms(model, token, dtype))
-
-
-def replayed_ms(model: nn.Module, token: torch.Tensor, dtype: torch.dtype) -> float:
-    """One token from a CUDA graph. The states stay where they are, and the graph writes the new ones there."""
-    from torch._dynamo.utils import counters
-
-    states = first_states(model, str(token.device), dtype)
-    held = [x.clone() for x in pytree.tree_leaves(states)]
-    structure = pytree.tree_structure(states)
-    for x in held:
-        torch._dynamo.mark_static_address(x)
-
-    def step(token: torch.Tensor, held: list[torch.Tensor]) -> torch.Tensor:
-        logits, new = model(token, pytree.tree_unflatten(held, structure))
-        for old, x in zip(held, pytree.tree_leaves(new), strict=True):
-            if old is not x:
-                old.copy_(x)
-        return logits
-
-    compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
-
-    def one() -> None:
-        torch.compiler.cudagraph_mark_step_begin()
-        compiled(token, held)
-
-    taken = measure.wall_us(one, calls=50) / 1e3
-    if skipped := counters["inductor"]["cudagraph_skips"]:
-        answer(note=f"{skipped} graphs of decoding were not recorded: {TOKEN}, CUDA graph, is without them")
-    return taken
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One number of one model; `side` is ``flacompose``, or ``before`` for another checkout's."""
-
-    model: str
-    side: str
-    case: str
-    quantity: str
-    unit: str
-    value: float
-
-
 def take(
     names: Sequence[str],
     size: Size,
@@ -243,7 +130,6 @@ def take(
     device: str,
     before: Path | None = None,
     *,
-    jobs: int = 1,
     backend: str = "inductor",
     timeout_s: float = 400.0,
     warm_peer: tuple[float, int] | None = None,
@@ -254,32 +140,18 @@ def take(
     `warm_peer` is for how many seconds, and in how many processes, the candidates of a peer's model are compiled
     beforehand, and `tune_ms` for how long it times each of them.
     """
-    tasks: list[tuple[str, str, Path | None]] = []
+    options = ["--device", device, "--backend", backend, "--quantities", *wanted, *size.arguments()]
+    options += [] if tune_ms is None else ["--tune-ms", str(tune_ms)]
     for name in names:
-        tasks.append((name, "flacompose", None))
+        sides: dict[str, Path | None] = {"flacompose": None}
         if before is not None and name not in (SOFTMAX, *PEERS):
-            tasks.append((name, BEFORE, before))
-
-    def run(
-        name: str, side: str, package: Path | None, start: Callable[..., Process]
-    ) -> Iterator[Figure | str]:
-        options = ["--device", device, "--backend", backend, "--quantities", *wanted, *size.arguments()]
-        options += [] if tune_ms is None else ["--tune-ms", str(tune_ms)]
-        label = name if side == "flacompose" else f"{name} {side}"
-        asked = command("model", [name, *options], package)
-        with contextlib.ExitStack() as stack:
-            env = stack.enter_context(empty_caches())
-            if name in PEERS and warm_peer is not None:
-                yield f"{name}: {warm.side_by_side(asked, *warm_peer, option='--share', env=env)}"
-            p = stack.enter_context(contextlib.closing(start(asked, env)))
-            end = time.monotonic() + timeout_s
-            try:
-                while reply := p.receive(max(1.0, end - time.monotonic())):
-                    yield f"{label}, {reply['note']}" if "note" in reply else Figure(name, side, **reply)
-            except (RuntimeError, TimeoutError) as error:
-                yield f"{label} failed: {error}"
-
-    yield from side_by_side([partial(run, *task) for task in tasks], jobs)
+            sides[BEFORE] = before
+        for side, package in sides.items():
+            asked = command("model", [name, *options], package)
+            with empty_caches() as env:
+                if name in PEERS and warm_peer is not None:
+                    yield f"{name}: {warm.side_by_side(asked, *warm_peer, option='--share', env=env)}"
+                yield from figures(asked, name, side, timeout_s, env)
 
 
 def candidates_only(model: nn.Module, size: Size, device: str, index: int, workers: int) -> None:
@@ -291,11 +163,11 @@ def candidates_only(model: nn.Module, size: Size, device: str, index: int, worke
         loss(*torch.randint(size.vocabulary, (2, B, T), device=device)).backward()
 
 
-def rows(figures: Sequence[Figure]) -> list[Row]:
+def rows(taken: Sequence[Figure]) -> list[Row]:
     """One row a figure: a model's beside softmax attention's; another checkout's, or the peer's, beside the model's."""
-    values = {(f.model, f.side, f.case, f.quantity): f.value for f in figures}
+    values = {(f.model, f.side, f.case, f.quantity): f.value for f in taken}
     found = []
-    for f in figures:
+    for f in taken:
 
         def ours_of(model: str, f: Figure = f) -> float | None:
             return values.get((model, "flacompose", f.case, f.quantity))
@@ -360,9 +232,6 @@ def main() -> None:
         parts.insert(at, ("the eager step", partial(train_eagerly, model, size, device)))
     for what, part in parts:
         attempt(what, part)
-    if "token" in arguments.quantities and not isinstance(model, PeerModel):
-        torch.compiler.reset()
-        decode(model.eval(), device, arguments.backend, dtype)
 
 
 if __name__ == "__main__":

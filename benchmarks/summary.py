@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from . import context
-from .cases import LARGER_HEADS, OPS
+from .cases import OPS, TRAINING
 from .cuda import FORWARD, STEP, WITH_HOST
 from .processes import ROOT
 from .report import NAMES, RESULTS, Results, Row, number, put_between, saved
@@ -55,16 +55,19 @@ def collect(runs: Sequence[Results]) -> Figures:
 def ops(
     figures: Figures, baseline: str, quantity: str, *, alone: bool = False, each: bool = False
 ) -> dict[str, Taken]:
-    """For each op that has this quantity for both sides, its first such figure and the run that it comes from.
+    """For each op that has this quantity for both sides, its figure and the run that it comes from.
+
+    It is the one at the shape that all ops are measured at, where there is one, and the oldest of other cases.
 
     With `alone`, a figure of flacompose without one of the other side counts too. With `each`, all figures of an op
     have a place, under its name and their case.
     """
     found: dict[str, Taken] = {}
-    apart = {(op.name, op.label(shape)) for op in OPS.values() if op.has_heads for shape in LARGER_HEADS}
     for (op, other, case, name), (row, run) in figures.items():
         complete = alone or row.ratio is not None
-        if (other, name) == (baseline, quantity) and complete and (op, case) not in apart:
+        first = OPS[op].label(TRAINING[0]) if op in OPS else case
+        elsewhere = not each and case != first and (op, other, first, name) in figures
+        if (other, name) == (baseline, quantity) and complete and not elsewhere:
             found.setdefault(f"{op}, {case}" if each else op, (row, run))
     # In the order of the benchmark, not in that of the runs.
     return {op: found[op] for op in sorted(found, key=[*OPS, *found].index)}

@@ -28,23 +28,10 @@ from .processes import ROOT
 
 
 def compile_candidates(
-    op: str,
-    shapes: Sequence[Shape],
-    configs: Path | None,
-    timeout_s: float,
-    workers: int,
-    only_steps: bool = False,
+    op: str, shapes: Sequence[Shape], configs: Path | None, timeout_s: float, workers: int
 ) -> str:
-    """Compile the candidates of an op's calls in worker processes. Returns a line that says how it went.
-
-    With `only_steps` the calls are training steps without states.
-    """
-    asked = [
-        *(["--only-steps"] if only_steps else []),
-        op,
-        ",".join(map(str, shapes)),
-        str(configs or "none"),
-    ]
+    """Compile the candidates of an op's calls in worker processes. Returns a line that says how it went."""
+    asked = [op, ",".join(map(str, shapes)), str(configs or "none")]
     return side_by_side([sys.executable, "-m", "benchmarks.warm", *asked], timeout_s, workers)
 
 
@@ -158,7 +145,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="one worker of compile_candidates")
     for name in ("op", "shapes", "configs", "index", "workers"):
         parser.add_argument(name)
-    parser.add_argument("--only-steps", action="store_true", help="no states, and no single tokens")
     arguments = parser.parse_args()
     op, module = OPS[arguments.op], peer.load()
     if arguments.configs != "none":
@@ -167,9 +153,8 @@ def main() -> None:
         compile_only(tuner, int(arguments.index), int(arguments.workers))
     # Beyond one chunk the choice does not depend on the length, and short inputs leave memory for every worker.
     shapes = [Shape.parse(text)._replace(T=256) for text in arguments.shapes.split(",")]
-    steps(op, module, shapes, states=not arguments.only_steps)
-    if not arguments.only_steps:
-        token(op, module)
+    steps(op, module, shapes, states=True)
+    token(op, module)
 
 
 if __name__ == "__main__":
