@@ -7,7 +7,6 @@ training step is the forward, the cross-entropy and the backward; no optimizer.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,15 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from . import measure, tuned, warm
-from .models import NAMES, PEERS, SOFTMAX, PeerModel, build
+from . import measure
+from .models import NAMES, SOFTMAX, build
 from .processes import Figure, answer, attempt, command, empty_caches, figures, give
 from .report import Row
 
-QUANTITIES = ("compile", "step", "eager")
+QUANTITIES = ("compile", "step")
 BEFORE = "before"
 FIRST, SECOND = "first step, cold caches", "first step at a second shape"
-STEP, EAGER, MEMORY = "step", "step, eager", "peak memory of a step"
+STEP, MEMORY = "step", "peak memory of a step"
 LIMITS = {FIRST: 1.3, SECOND: 1.3}
 """Upper limits of the ratios to softmax attention."""
 
@@ -80,27 +79,12 @@ def loss_of(model: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Te
     return loss
 
 
-def train_eagerly(model: nn.Module, size: Size, device: str) -> None:
-    """Give the steady step at each shape without a compiler."""
-    loss = loss_of(model)
-    for B, T in size.shapes:
-        tokens, targets = torch.randint(size.vocabulary, (2, B, T), device=device)
-
-        def step(tokens: torch.Tensor = tokens, targets: torch.Tensor = targets) -> None:
-            model.zero_grad(set_to_none=True)
-            loss(tokens, targets).backward()
-
-        give(f"B{B} T{T}", EAGER, "ms", measure.wall_us(step, calls=5, rounds=3) / 1e3)
-    model.zero_grad(set_to_none=True)
-
-
 def train(model: nn.Module, size: Size, wanted: Sequence[str], device: str, backend: str) -> None:
     """Give the first step at each shape and, where wanted, the steady step and its memory."""
     inputs = [torch.randint(size.vocabulary, (2, B, T), device=device) for B, T in size.shapes]
     measure.synchronize()
     start = time.perf_counter()
-    # The peer's operators are not for the compiler to see: its model is cut at each of them.
-    compiled = torch.compile(loss_of(model), fullgraph=not isinstance(model, PeerModel), backend=backend)
+    compiled = torch.compile(loss_of(model), fullgraph=True, backend=backend)
     for (B, T), (tokens, targets), quantity in zip(size.shapes, inputs, (FIRST, SECOND), strict=False):
 
         def step(tokens: torch.Tensor = tokens, targets: torch.Tensor = targets) -> None:
@@ -132,106 +116,51 @@ def take(
     *,
     backend: str = "inductor",
     timeout_s: float = 400.0,
-    warm_peer: tuple[float, int] | None = None,
-    tune_ms: float | None = None,
 ) -> Iterator[Figure | str]:
-    """Figures and notes as they come, of every model in its own process, and of `before`'s flacompose beside it.
-
-    `warm_peer` is for how many seconds, and in how many processes, the candidates of a peer's model are compiled
-    beforehand, and `tune_ms` for how long it times each of them.
-    """
+    """Figures and notes as they come, of every model in its own process, and of `before`'s flacompose beside it."""
     options = ["--device", device, "--backend", backend, "--quantities", *wanted, *size.arguments()]
-    options += [] if tune_ms is None else ["--tune-ms", str(tune_ms)]
     for name in names:
         sides: dict[str, Path | None] = {"flacompose": None}
-        if before is not None and name not in (SOFTMAX, *PEERS):
+        if before is not None and name != SOFTMAX:
             sides[BEFORE] = before
         for side, package in sides.items():
             asked = command("model", [name, *options], package)
             with empty_caches() as env:
-                if name in PEERS and warm_peer is not None:
-                    yield f"{name}: {warm.side_by_side(asked, *warm_peer, option='--share', env=env)}"
                 yield from figures(asked, name, side, timeout_s, env)
 
 
-def candidates_only(model: nn.Module, size: Size, device: str, index: int, workers: int) -> None:
-    """Compile a share of the peer's candidates for a training step at each shape, and launch none."""
-    for tuner in tuned.autotuners():
-        warm.compile_only(tuner, index, workers)
-    loss = loss_of(model)
-    for B, T in size.shapes:
-        loss(*torch.randint(size.vocabulary, (2, B, T), device=device)).backward()
-
-
 def rows(taken: Sequence[Figure]) -> list[Row]:
-    """One row a figure: a model's beside softmax attention's; another checkout's, or the peer's, beside the model's."""
+    """One row a figure: a model's beside softmax attention's, and another checkout's beside the model's."""
     values = {(f.model, f.side, f.case, f.quantity): f.value for f in taken}
     found = []
     for f in taken:
-
-        def ours_of(model: str, f: Figure = f) -> float | None:
-            return values.get((model, "flacompose", f.case, f.quantity))
-
-        ours: float | None
-        other: float | None
-        if f.model == SOFTMAX:
-            name, baseline, ours, other = SOFTMAX, SOFTMAX, None, f.value
-        elif f.model in PEERS:
-            name = f.model.removeprefix("fla-")
-            baseline, ours, other = "fla", ours_of(name), f.value
-        elif f.side == BEFORE:
-            name, baseline, ours, other = f.model, BEFORE, ours_of(f.model), f.value
-        else:
-            name, baseline, ours, other = f.model, SOFTMAX, f.value, ours_of(SOFTMAX)
-        limit = LIMITS.get(f.quantity) if baseline == SOFTMAX != name else None
-        found.append(
-            Row(f"{name} model", f.case, f.quantity, f.unit, ours, other, max_ratio=limit, beside=baseline)
-        )
+        baseline = BEFORE if f.side == BEFORE else SOFTMAX
+        ours = None if f.model == SOFTMAX else values.get((f.model, "flacompose", f.case, f.quantity))
+        softmax = values.get((SOFTMAX, "flacompose", f.case, f.quantity))
+        other = f.value if f.side == BEFORE else softmax
+        limit = LIMITS.get(f.quantity) if baseline == SOFTMAX != f.model else None
+        name = f"{f.model} model"
+        found.append(Row(name, f.case, f.quantity, f.unit, ours, other, max_ratio=limit, beside=baseline))
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="One model in this process, which has to be a fresh one.")
-    parser.add_argument("name", choices=[*NAMES, *PEERS])
+    parser.add_argument("name", choices=NAMES)
     parser.add_argument("--quantities", nargs="+", choices=QUANTITIES, default=["compile", "step"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--backend", default="inductor")
-    parser.add_argument(
-        "--tune-ms", type=float, metavar="MS", help="time the peer's candidates for this long"
-    )
-    parser.add_argument(
-        "--share",
-        nargs=2,
-        type=int,
-        metavar=("I", "N"),
-        help="compile the I-th of N shares of its candidates",
-    )
     add_size(parser.add_argument)
     arguments = parser.parse_args()
     size, device, dtype = size_of(arguments), arguments.device, torch.bfloat16
     torch.manual_seed(0)
-    if arguments.share:  # layers are all alike but for the first
-        size = dataclasses.replace(size, layers=min(2, size.layers), vocabulary=min(512, size.vocabulary))
     model = build(arguments.name, size.layers, size.width, size.vocabulary).to(device=device, dtype=dtype)
-    if arguments.share:
-        candidates_only(model, size, device, *arguments.share)
-        return
-    if arguments.tune_ms is not None:
-        tuned.shorten(arguments.tune_ms)
     answer(note=f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} million parameters")
     # The start of the device, of its matrix products and of autograd's thread is no part of compiling.
     x = torch.randn(64, 64, device=device, dtype=dtype, requires_grad=True)
     torch.autograd.grad((x @ x).sum(), x)
-    parts: list[tuple[str, Callable[[], None]]] = []
-    if {"compile", "step"} & set(arguments.quantities):
-        compiled = partial(train, model, size, arguments.quantities, device, arguments.backend)
-        parts.append(("the compiled step", compiled))
-    if "eager" in arguments.quantities:
-        # It compiles kernels too, and comes first where the compiler, which may fail, is not timed.
-        at = len(parts) if "compile" in arguments.quantities else 0
-        parts.insert(at, ("the eager step", partial(train_eagerly, model, size, device)))
-    for what, part in parts:
-        attempt(what, part)
+    compiled = partial(train, model, size, arguments.quantities, device, arguments.backend)
+    attempt("the compiled step", compiled)
 
 
 if __name__ == "__main__":

@@ -25,21 +25,7 @@ class SoftmaxAttention(nn.Module):
         return self.o_proj(o.transpose(1, 2).reshape(B, T, width)), None
 
 
-class PeerModel(nn.Module):
-    """The peer's own model, its blocks of the same kind and sizes; `kind` is ``GLA`` or ``RWKV7``."""
-
-    def __init__(self, kind: str, **sizes: int) -> None:
-        super().__init__()
-        models = importlib.import_module("fla.models")
-        self.model = getattr(models, f"{kind}ForCausalLM")(getattr(models, f"{kind}Config")(**sizes))
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, None]:
-        return self.model(input_ids=tokens, use_cache=False).logits, None
-
-
 SOFTMAX, RWKV7 = "softmax", "rwkv7"
-PEERS = {"fla-gla": "GLA", "fla-rwkv7": "RWKV7"}
-"""The peer's models, beside ``gla`` and ``rwkv7``."""
 LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gla": ("GatedLinearAttention", {}),
     "gated_deltanet": ("GatedDeltaNet", {}),
@@ -49,7 +35,6 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """The layer of each model, and its arguments other than the defaults."""
 NAMES = (SOFTMAX, *LAYERS, RWKV7)
-"""The models that are not the peer's."""
 
 
 def recurrent(layer: str, options: dict[str, Any], layers: int, width: int, vocabulary: int) -> Any:
@@ -67,14 +52,12 @@ def recurrent(layer: str, options: dict[str, Any], layers: int, width: int, voca
 
 
 def build(name: str, layers: int, width: int, vocabulary: int) -> nn.Module:
-    """A model by its name: one of `NAMES` or `PEERS`."""
-    sizes = {"num_hidden_layers": layers, "vocab_size": vocabulary}
-    if name in PEERS:
-        return PeerModel(PEERS[name], hidden_size=width, **sizes)
+    """A model by its name, one of `NAMES`."""
     if name == RWKV7:
         # The peer's model on this library's ops: its layers share values and mix channels in their own way.
         fla, models = (importlib.import_module(f"flacompose.{x}") for x in ("integrations.fla", "models"))
-        return models.RecurrentLM(fla.config_from_fla({"model_type": "rwkv7", "hidden_size": width, **sizes}))
+        sizes = {"num_hidden_layers": layers, "hidden_size": width, "vocab_size": vocabulary}
+        return models.RecurrentLM(fla.config_from_fla({"model_type": "rwkv7", **sizes}))
     model = recurrent(*LAYERS["gla" if name == SOFTMAX else name], layers, width, vocabulary)
     for block in model.layers if name == SOFTMAX else ():
         block.attn = SoftmaxAttention(width)

@@ -69,9 +69,6 @@ def parser() -> argparse.ArgumentParser:
     add("--host-calls", type=float, default=1.0, help="factor on the number of calls that are timed together")
     group = p.add_argument_group("whole models")
     add("--models", many=models.NAMES)
-    add(
-        "--peer-model", action="store_true", help="the peer's models of gla and rwkv7 too, of those asked for"
-    )
     add("--quantities", many=model.QUANTITIES, default=["compile", "step"])
     add("--backend", default="inductor", help="torch.compile's (default: %(default)s)")
     add("--model-timeout", type=float, default=400.0, metavar="S", help="seconds for a model (default: 400)")
@@ -125,10 +122,9 @@ class Run:
 
 def apart(part: str, ops: list[Op], device: str, argv: list[str], arguments: argparse.Namespace) -> None:
     """One of the parts `APART`, with a results file of its own."""
-    peers = [name for name in models.PEERS if name.removeprefix("fla-") in arguments.models]
     names, other = {
         "host": ([op.name for op in ops], "softmax attention"),
-        "model": ([*arguments.models, *(peers if arguments.peer_model else [])], "softmax attention"),
+        "model": (arguments.models, "softmax attention"),
         "public": (arguments.public_models, public.PEER),
         "generation": ([generation.MODEL], "eager mode"),
         "context": (arguments.context_models, context.ONE),
@@ -155,7 +151,9 @@ def apart(part: str, ops: list[Op], device: str, argv: list[str], arguments: arg
             taken = context.take(names, context.passed_on(arguments, device), timeout_s=timeout_s)
             follow(run, taken, functools.partial(context.rows, ranks=arguments.ranks))
         elif part == "model":
-            of_ours(run, names, device, arguments)
+            options = {"before": arguments.before, "backend": arguments.backend, "timeout_s": timeout_s}
+            size = model.size_of(arguments)
+            follow(run, model.take(names, size, arguments.quantities, device, **options), model.rows)
         else:
             of_mamba(run, part, arguments)
     finally:
@@ -173,19 +171,6 @@ def of_mamba(run: Run, name: str, arguments: argparse.Namespace) -> None:
         run.say(mamba.compile_candidates(name, arguments.shapes, *limits))
     ours = importlib.import_module("flacompose.ops")
     run.take(mamba.take(part, ours, other, arguments.shapes, run.results.notes))
-
-
-def of_ours(run: Run, names: list[str], device: str, arguments: argparse.Namespace) -> None:
-    """Models around this library's layers."""
-    options = {name: getattr(arguments, name) for name in ("before", "backend")}
-    options["warm_peer"] = (arguments.warm_timeout, arguments.workers) if arguments.warm_peer else None
-    size, timeout_s, tune_ms = model.size_of(arguments), arguments.model_timeout, arguments.tune_ms
-    if tune_ms is not None and any(name in models.PEERS for name in names):
-        run.note(TUNING.format(tune_ms))
-    taken = model.take(
-        names, size, arguments.quantities, device, timeout_s=timeout_s, tune_ms=tune_ms, **options
-    )
-    follow(run, taken, model.rows)
 
 
 def of_transformers(run: Run, device: str, arguments: argparse.Namespace) -> None:

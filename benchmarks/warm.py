@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,31 +35,18 @@ def compile_candidates(
     return side_by_side([sys.executable, "-m", "benchmarks.warm", *asked], timeout_s, workers)
 
 
-def side_by_side(
-    command: Sequence[str],
-    timeout_s: float,
-    workers: int,
-    option: str | None = None,
-    env: Mapping[str, str] = os.environ,
-) -> str:
+def side_by_side(command: Sequence[str], timeout_s: float, workers: int) -> str:
     """Run a command in worker processes, and end those that take longer than ``timeout_s``.
 
-    Each gets its index and the number of workers as its last arguments, behind `option` if there is one. Returns a line
-    that says how it went.
+    Each gets its index and the number of workers as its last arguments. Returns a line that says how it went.
     """
     start = time.monotonic()
-    env = {**env, "OMP_NUM_THREADS": "1"}  # one core for each worker
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}  # one core for each worker
     late, failed = 0, []
     with contextlib.ExitStack() as stack:
         logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(workers)]
         processes = [
-            subprocess.Popen(
-                [*command, *([option] if option else []), str(i), str(workers)],
-                cwd=ROOT,
-                env=env,
-                stdout=log,
-                stderr=log,
-            )
+            subprocess.Popen([*command, str(i), str(workers)], cwd=ROOT, env=env, stdout=log, stderr=log)
             for i, log in enumerate(logs)
         ]
         try:
