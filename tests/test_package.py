@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import part
+from helpers.operators import part
 
 import flacompose
 

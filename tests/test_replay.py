@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import flat
+from helpers.operators import flat
 from torch import Tensor
 from torch._C import _AutoDispatchBelowAutograd
 from torch._ops import OpOverload

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import ranks
 import torch
 import torch.nn.functional as F
 from contract import problems
@@ -17,7 +16,8 @@ from contract.graphs import op_nodes, other_ops, recorded
 from contract.problems import call, call_reference, evaluate, named
 from contract.recurrences import mamba
 from contract.recurrences import ssd as reference
-from ranks import check_sharded, on_two_ranks, placement
+from helpers import ranks
+from helpers.ranks import check_sharded, on_two_ranks, placement
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh

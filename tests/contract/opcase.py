@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from families import part
+from helpers.operators import part
 from torch import Tensor
 
 Axes = tuple[str, ...]

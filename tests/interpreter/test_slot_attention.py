@@ -10,9 +10,9 @@ import torch
 from contract.accuracy import FIXED, assert_accurate, assert_close, assert_equal
 from contract.cases import OpCase, every
 from contract.problems import Problem, draw, evaluate, permuted, side_by_side
+from helpers.unregistered import launched
 from test_slot_attention import CASES, by_two_calls
 from torch import Tensor
-from unregistered import launched
 
 from flacompose.ops._recurrences.fused.slot_attention import cuda
 

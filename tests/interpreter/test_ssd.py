@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.unregistered import launch_of
 from test_ssd import assert_extremes_right, assert_right
-from unregistered import launch_of
 
 from flacompose.ops import ssd
 from flacompose.ops._launch import sequences

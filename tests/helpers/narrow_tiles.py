@@ -1,4 +1,4 @@
-"""``python tests/narrow_tiles.py``: tiles that Triton compiles wrongly on the GPU that is here.
+"""``python tests/helpers/narrow_tiles.py``: tiles that Triton compiles wrongly on the GPU that is here.
 
 Triton 3.6 miscompiles tiles in bfloat16 that are narrower than the shipped ones on Hopper. This runs such tiles, each
 in a process of its own, since some crash, and compares values and all gradients with the float64 reference. It prints
@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # A family's function of a configuration, the names of its tiles, the widths that are tried, and an entry that uses it.
 PLACES = [
     ("channel_decay", "gated_config", ("BD1", "BD2"), (16, 32, 64), "chunk_gla"),

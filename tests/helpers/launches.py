@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from families import flat
 from torch import Tensor
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
@@ -39,6 +38,7 @@ from flacompose.ops._recurrences.matrix.delta_rule import cuda as delta_rule
 from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay
 from flacompose.ops._recurrences.matrix.low_rank import cuda as low_rank
 from flacompose.ops._recurrences.short_conv import cuda as short_conv
+from helpers.operators import flat
 
 TYPES = {
     torch.bfloat16: "*bf16",
