@@ -232,6 +232,24 @@ def test_workers_share_the_candidates(tuner):
     assert sorted(compiled) == [(32, 2), (32, 4), (64, 2), (64, 4)]
 
 
+def test_a_worker_makes_the_calls(on_cpu, monkeypatch):
+    """Those that are timed, none of which is of the whole length."""
+    lengths: list[tuple[str, int]] = []
+
+    def counted(name: str):
+        return lambda q, **given: (
+            lengths.append((name, q.shape[1])) or getattr(flacompose.ops, name)(q, **given)
+        )
+
+    names = ("chunk_kda", "fused_recurrent_kda")
+    monkeypatch.setattr(
+        peer, "load", lambda: types.SimpleNamespace(**{name: counted(name) for name in names})
+    )
+    monkeypatch.setattr(sys, "argv", ["warm", "kda", "1x4096x1x4x4,1x8192x1x4x4", "none", "0", "1"])
+    warm.main()
+    assert lengths == [("chunk_kda", 256), ("chunk_kda", 256), ("fused_recurrent_kda", 1)]
+
+
 @pytest.fixture
 def on_cpu(monkeypatch):
     """The GPU's cases at a tiny size on the CPU: everything is called, each figure is 1."""
