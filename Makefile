@@ -44,7 +44,7 @@ newest: $(VENV)/python.stamp ## The test suite with the newest PyTorch, Triton a
 
 fit: export OMP_NUM_THREADS := 1
 fit: $(VENV)/dev.stamp ## Compile every launch for every GPU from Ampere on and see that it fits: hours of processor time
-	$(BIN)/python tests/fit.py $(ARGS)
+	$(BIN)/python tests/helpers/fit.py $(ARGS)
 
 lint: $(VENV)/dev.stamp ## ruff, without changing anything, and what may import what
 	$(BIN)/ruff check

@@ -7,8 +7,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -16,19 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flacompose.ops._recurrences.elementwise.scan.reference import scan
-from flacompose.ops._recurrences.elementwise.selective_scan.reference import selective_scan
-from flacompose.ops._recurrences.matrix.reference import matrix_recurrence
-from flacompose.ops._recurrences.matrix.slot_attention_reference import slot_attention
-from flacompose.ops.retention import log_decay
-
-delta_rule = partial(matrix_recurrence, delta_rule=True)
-
 Functions = ModuleType | SimpleNamespace
 """The functions of a library, by name."""
-
-ROOT = Path(__file__).parents[1]
-"""Where ``python -m benchmarks...`` finds this package."""
 
 
 class Shape(NamedTuple):
@@ -87,35 +74,18 @@ class Shape(NamedTuple):
 
 
 TRAINING = (Shape(8, 2048, 16, 128, 128), Shape(1, 32768, 16, 128, 128))
-MORE = (
-    Shape(8, 2048, 16, 64, 64),
-    Shape(8, 2048, 8, 256, 256),
-    Shape(8, 2048, 16, 64, 128),
-    Shape(8, 2048, 16, 128, 64),
-)
-GROUPED = Shape(8, 2048, 4, 128, 64, group=4)
 SHARED_KEYS = (Shape(4, 8192, 16, 128, 128, group=2), Shape(1, 32768, 16, 128, 128, group=2))
 """Heads as models with the gated delta rule have them, at which other projects publish their times."""
 FLASH_QLA = (SHARED_KEYS[1], *(Shape(B, 8192, 16, 128, 128, group=n) for B in (1, 4) for n in (2, 4)))
 """What is measured beside FlashQLA, which takes heads of 128 alone, after one of the shapes of all ops."""
 PUBLISHED_KDA = (Shape(1, 8192, 64, 128, 128), Shape(1, 4096, 16, 128, 128))
 """At which FlashKDA and attention-gym publish their times of KDA."""
-HEADS_OF_256 = Shape(8, 2048, 8, 256, 256)
-LARGER_HEADS = (
-    Shape(8, 2048, 6, 320, 320),
-    Shape(8, 2048, 4, 512, 512),
-    Shape(8, 2048, 4, 256, 512),
-)
-"""Heads of more than 256 keys or values, about as many channels of values in all as the heads of 256 have."""
 HOST_BOUND = Shape(1, 64, 16, 128, 128)
 DECODE_GPU = Shape(64, 1, 16, 128, 128)
 DECODE_HOST = Shape(1, 1, 16, 128, 128)
 ACCURACY = Shape(1, 1024, 16, 128, 128)
-CPU = Shape(1, 2048, 4, 64, 64)
-MAMBA2 = Shape(1, 2048, 1, 128, 64, group=24)
-"""One group of B and C, 24 heads of x; the state is 128 wide."""
 MAMBA2_TRAINING = (Shape(8, 2048, 1, 128, 64, group=32), Shape(1, 32768, 1, 128, 64, group=32))
-"""The same with 32 heads, as in a model of width 1024."""
+"""One group of B and C and 32 heads of x, as in a model of width 1024; the state is 128 wide."""
 
 
 def plain(x: Tensor) -> Tensor:
@@ -145,7 +115,6 @@ class Targets:
     cold_s: float | None = 10.0
     decode_gpu_us: float | None = None
     decode_host_us: float | None = 60.0
-    cpu: float | None = 0.2
 
 
 @dataclass(frozen=True)
@@ -156,8 +125,6 @@ class Op:
     chunk: str
     recurrent: str
     inputs: Mapping[str, Draw]
-    reference: Callable[..., tuple[Tensor, Any]] | None = None
-    """The recurrence token by token."""
     output: str = "v"
     """The input that has the output's shape."""
     states: Mapping[str, Draw] = field(default_factory=lambda: {"state": Draw("B HV K V")})
@@ -169,8 +136,6 @@ class Op:
     """What gives both functions the keywords and the results of the others, where they have different ones."""
     peer_chunk: str | None = None
     """The peer's function for chunks, where it has another name."""
-    peer_keys: int | None = None
-    """The most keys of a head that the peer takes, where it refuses more."""
     training: Sequence[Shape] = TRAINING
     targets: Targets = Targets()
 
@@ -178,11 +143,6 @@ class Op:
     def axes(self) -> set[str]:
         """All axes of its inputs."""
         return {axis for x in self.inputs.values() for axis in x.axes.split()}
-
-    @property
-    def grouped(self) -> bool:
-        """Whether several heads of values may share one of queries and keys."""
-        return "HV" in self.axes
 
     @property
     def has_heads(self) -> bool:
@@ -229,75 +189,6 @@ class Op:
         return {self.recurrent_names.get(name, name): x for name, x in inputs.items()}
 
 
-def more_shapes(op: Op, taken: Sequence[Shape]) -> list[Shape]:
-    """The further shapes that are not among those `taken`, each once: without heads, some of them are the same."""
-    labels = {op.label(shape) for shape in taken}
-    shapes = []
-    for shape in (*MORE, *([GROUPED] if op.grouped else [])):
-        if op.label(shape) not in labels:
-            labels.add(op.label(shape))
-            shapes.append(shape)
-    return shapes
-
-
-def _reference(
-    recurrence: Callable[..., tuple[Tensor, Any]], **names: str
-) -> Callable[..., tuple[Tensor, Any]]:
-    """The recurrence token by token, with the functions' default scale; it knows some inputs by other `names`."""
-
-    def reference(**inputs: Tensor) -> tuple[Tensor, Any]:
-        options = {"scale": next(iter(inputs.values())).shape[-1] ** -0.5}
-        return recurrence(**{names.get(name, name): x for name, x in inputs.items()}, **options)
-
-    return reference
-
-
-def _retention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return matrix_recurrence(q, k, v, g_gamma=log_decay(v.shape[2], q), scale=scale)
-
-
-def _rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return matrix_recurrence(r, k, v, gk=w, a=a, b=b, read_before=True)
-
-
-def _comba(
-    q: Tensor, k: Tensor, v: Tensor, p: Tensor, g: Tensor, beta: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """What is replaced is read before the decay, as in the peer's kernels."""
-    groups = v.shape[2] // q.shape[2]
-    q, k, p = (x.repeat_interleave(groups, 2) for x in (q, k, p))
-    k = beta.unsqueeze(-1) * k
-    return matrix_recurrence(q, k, v, g, a=p, b=-k, scale=scale, read_before=True)
-
-
-def _gdn2(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    return delta_rule(q, k, w * v, beta=torch.ones_like(v[..., 0]), gk=g, a=b * k, scale=scale)
-
-
-def _rwkv4(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """With weights as they are, for keys of ordinary size."""
-    a, b, o = torch.zeros_like(k[:, 0]), torch.zeros_like(k[:, 0]), []
-    for k_t, v_t in zip(k.unbind(1), v.unbind(1), strict=True):
-        now, written = (u + k_t).exp(), k_t.exp()
-        o.append((a + now * v_t) / (b + now))
-        a, b = w.exp() * a + written * v_t, w.exp() * b + written
-    return torch.stack(o, 1), (a, b)
-
-
-def _rg_lru(x: Tensor, r: Tensor, i: Tensor, a_param: Tensor) -> tuple[Tensor, Tensor]:
-    g = -8 * F.softplus(a_param) * r.sigmoid()
-    return scan((1 - (2 * g).exp()).sqrt() * i.sigmoid() * x, g)
-
-
-def _mamba(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor, delta_bias: Tensor
-) -> tuple[Tensor, Tensor]:
-    y, h = selective_scan(u, F.softplus(delta + delta_bias), A, B.unsqueeze(2), C.unsqueeze(2))
-    return (y + D * u) * F.silu(z), h
-
-
 def with_states(
     scan: Callable[..., Any],
     returned: str,
@@ -310,21 +201,12 @@ def with_states(
     return results if output_final_state else (results, None)
 
 
-def _mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
-    """With weights as they are, for input gates of ordinary size."""
-    scale, ones = q.shape[-1] ** -0.5, torch.ones_like(v[..., :1])
-    options = {"g": F.logsigmoid(f), "beta": i.exp(), "scale": scale}
-    o, S = matrix_recurrence(q, k, v, **options)
-    return o / (matrix_recurrence(q, k, ones, **options)[0].abs().clamp(min=1) + 1e-6), S
-
-
-def _op(name: str, reference: Callable[..., tuple[Tensor, Any]], inputs: Mapping[str, Draw], **fields) -> Op:
+def _op(name: str, inputs: Mapping[str, Draw], **fields) -> Op:
     return Op(
         name,
         chunk=f"chunk_{name}",
         recurrent=f"fused_recurrent_{name}",
         inputs=inputs,
-        reference=reference,
         **{"targets": Targets(forward=0.6, decode_gpu_us=70.0), **fields},
     )
 
@@ -391,65 +273,35 @@ SLOTS = {"s": Draw("B T H M"), "g": gate("B T H M")}
 OPS = {
     op.name: op
     for op in (
-        _op(
-            "gla",
-            _reference(matrix_recurrence, g="gk"),
-            {**QKV, "g": gate("B T H K")},
-            recurrent_names={"g": "gk"},
-        ),
-        _op("simple_gla", _reference(matrix_recurrence), {**QKV_GROUPED, "g": gate("B T HV")}),
-        _op("retention", _reference(_retention), QKV_GROUPED),
+        _op("gla", {**QKV, "g": gate("B T H K")}, recurrent_names={"g": "gk"}),
+        _op("simple_gla", {**QKV_GROUPED, "g": gate("B T HV")}),
+        _op("retention", QKV_GROUPED),
         # The peer's chunk form would normalise, unless it is told not to.
-        _op("linear_attn", _reference(matrix_recurrence), QKV_GROUPED, options={"normalize": False}),
-        _op(
-            "gsa",
-            _reference(slot_attention),
-            {**QKV, **SLOTS},
-            states={"Hk": Draw("B H K M"), "Hv": Draw("B H M V")},
-        ),
-        _op(
-            "rwkv6",
-            _reference(matrix_recurrence, r="q", w="gk"),
-            {"r": ROWS, "k": ROWS, "v": QKV["v"], "u": Draw("H K"), "w": gate("B T H K")},
-        ),
+        _op("linear_attn", QKV_GROUPED, options={"normalize": False}),
+        _op("gsa", {**QKV, **SLOTS}, states={"Hk": Draw("B H K M"), "Hv": Draw("B H M V")}),
+        _op("rwkv6", {"r": ROWS, "k": ROWS, "v": QKV["v"], "u": Draw("H K"), "w": gate("B T H K")}),
         _op(
             "hgrn",
-            scan,
             {"x": Draw("B T D"), "g": gate("B T D")},
             output="x",
             states={"state": Draw("B D")},
             state_gradients=False,
             targets=Targets(forward=0.6),
         ),
-        _op("delta_rule", _reference(delta_rule), DELTA, peer_keys=256),
-        _op(
-            "gated_delta_rule",
-            _reference(delta_rule),
-            {**DELTA, "g": gate("B T HV")},
-            training=(*TRAINING, *SHARED_KEYS),
-            peer_keys=256,
-        ),
-        _op(
-            "kda",
-            _reference(delta_rule, g="gk"),
-            {**DELTA, "g": gate("B T HV K")},
-            training=(*TRAINING, *PUBLISHED_KDA),
-            peer_keys=256,
-        ),
+        _op("delta_rule", DELTA),
+        _op("gated_delta_rule", {**DELTA, "g": gate("B T HV")}, training=(*TRAINING, *SHARED_KEYS)),
+        _op("kda", {**DELTA, "g": gate("B T HV K")}, training=(*TRAINING, *PUBLISHED_KDA)),
         Op(
             "kda_strong_gates",
             "chunk_kda",
             "fused_recurrent_kda",
             {**DELTA, "g": Draw("B T HV K", lambda x: -5 * x.sigmoid())},
-            reference=_reference(delta_rule, g="gk"),
             peer_chunk="chunk_kda_with_safe_gates",
             training=(TRAINING[0], *PUBLISHED_KDA),
-            peer_keys=256,
             targets=Targets(forward=0.6, decode_gpu_us=70.0),
         ),
         _op(
             "mlstm",
-            _mlstm,
             # Layers make the gates in float32, and with others mlstm_kernels' do not compile.
             {
                 **QKV,
@@ -460,12 +312,11 @@ OPS = {
             state_gradients=False,
             training=(*TRAINING, Shape(8, 2048, 8, 256, 512)),
         ),
-        _op("rwkv7", _rwkv7, RWKV7, training=(*TRAINING, Shape(8, 2048, 32, 64, 64))),
-        _op("comba", _reference(_comba), COMBA, peer_keys=256),
-        _op("gdn2", _reference(_gdn2), GDN2, peer_keys=256),
+        _op("rwkv7", RWKV7, training=(*TRAINING, Shape(8, 2048, 32, 64, 64))),
+        _op("comba", COMBA),
+        _op("gdn2", GDN2),
         _op(
             "rwkv4",
-            _rwkv4,
             {"w": parameter("D", rates), "u": parameter("D"), "k": CHANNELS, "v": CHANNELS},
             states={"a": Draw("B D"), "b": Draw("B D", lambda x: x.abs() + 1), "m": Draw("B D")},
             state_gradients=False,
@@ -473,7 +324,6 @@ OPS = {
         ),
         _op(
             "rg_lru",
-            _rg_lru,
             {"x": CHANNELS, "r": CHANNELS, "i": CHANNELS, "a_param": parameter("D", small_steps)},
             output="x",
             states={"state": Draw("B D")},
@@ -486,7 +336,6 @@ OPS = {
             chunk="selective_scan_fn",
             recurrent="selective_scan_fn",
             inputs=SELECTIVE_SCAN,
-            reference=_mamba,
             output="u",
             states={"state": Draw("B D S")},
             options={"delta_softplus": True},

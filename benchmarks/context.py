@@ -19,7 +19,6 @@ import os
 import signal
 import socket
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -30,18 +29,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from . import measure
-from .model import Figure, Size, add_size, size_of
-from .processes import Process, answer, command
+from . import measure, models
+from .model import add_size, size_of
+from .processes import Figure, answer, command, figures
 from .report import Row
 
 ONE, SEVERAL = "one GPU", "several"
 STEP, MEMORY, LOSS = "training step", "peak memory of a rank", "loss"
-SENT, OF_GRADIENTS = "sent by a rank for the recurrences", "sent by a rank for the sum of the gradients"
-ALONE, KERNELS = "these collectives alone", "NCCL's kernels in a step, with waiting"
 FROM_TOKENS = 131_072
 """Lengths from this one on have upper limits. On `n` GPUs a step takes at most 1 / (0.85 n) of the time on one."""
 LIMITS = {STEP: 1 / 0.85, MEMORY: 1.1}
@@ -49,62 +45,19 @@ LIMITS = {STEP: 1 / 0.85, MEMORY: 1.1}
 TOKENS = (65_536, 131_072, 262_144)
 PIECE = 2048
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gla": ("GatedLinearAttention", {}),
-    "gated_deltanet": ("GatedDeltaNet", {"num_heads": 6, "head_dim": 128}),
-    "mamba2": ("Mamba2", {}),
-}
+MODELS = {name: models.LAYERS[name] for name in ("gla", "gated_deltanet", "mamba2")}
+MODELS["gated_deltanet"] = ("GatedDeltaNet", {"num_heads": 6, "head_dim": 128})
 """The layer of each, and its arguments other than the defaults."""
-
-
-class Sent(TorchDispatchMode):
-    """The functional collectives that are called within it: of each, its operator and its input's shape and dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, int, torch.dtype]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "_c10d_functional" and func._opname != "wait_tensor":
-            self.calls.append((func._opname, args[0].numel(), args[0].dtype))
-        return func(*args, **(kwargs or {}))
-
-    def bytes(self, ranks: int) -> float:
-        """What a rank sends in a ring: its own part to all others, or their parts of a sum."""
-        share = {"all_gather_into_tensor": ranks - 1, "reduce_scatter_tensor": (ranks - 1) / ranks}
-        return sum(share[name] * numel * dtype.itemsize for name, numel, dtype in self.calls)
-
-    def __str__(self) -> str:
-        counts: dict[tuple[str, int], int] = defaultdict(int)
-        for name, numel, dtype in self.calls:
-            counts[name, numel * dtype.itemsize] += 1
-        return ", ".join(f"{n} {name} of {size:,} bytes" for (name, size), n in counts.items())
-
-    def replay(self, device: str) -> Callable[[], None]:
-        """A function that calls the same collectives one after the other, with nothing between them."""
-        group, ranks = dist.group.WORLD.group_name, dist.get_world_size()  # type: ignore[union-attr]
-        inputs = [torch.zeros(numel, dtype=dtype, device=device) for _, numel, dtype in self.calls]
-        ops = torch.ops._c10d_functional
-
-        def replay() -> None:
-            for (name, *_), x in zip(self.calls, inputs, strict=True):
-                before = ("sum",) if name == "reduce_scatter_tensor" else ()
-                ops.wait_tensor(getattr(ops, name)(x, *before, ranks, group))
-
-        return replay
 
 
 class Trained:
     """A model and its training step, which recomputes the blocks; `shared` says that each rank has a part of a row."""
 
-    def __init__(self, model: Any, shared: bool, backend: str | None) -> None:
+    def __init__(self, model: Any, shared: bool) -> None:
         self.model, self.shared = model, shared
         self.head, model.lm_head = model.lm_head, nn.Identity()
         for block in model.layers:
-            forward = block.forward
-            if backend is not None:
-                forward = torch.compile(forward, fullgraph=True, dynamic=False, backend=backend)
-            block.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
     def to(self, device: str) -> None:
         self.model.to(device)
@@ -169,31 +122,7 @@ def slowest_ms(fn: Callable[[], object], rounds: int) -> float:
     return median(taken) * 1e3
 
 
-def kernels_ms(fn: Callable[[], object]) -> dict[str, float]:
-    """Milliseconds of the GPU in one call, by the first word of a kernel's name."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        largest(0)
-        fn()
-        measure.synchronize()
-    found: dict[str, float] = defaultdict(float)
-    for event in profiler.events():
-        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
-            found[event.name.split("(")[0]] += event.device_time_total / 1e3
-    return found
-
-
-def take_length(
-    sides: Sequence[Trained],
-    T: int,
-    vocabulary: int,
-    device: str,
-    rounds: int,
-    suffix: str,
-    collectives: bool,
-) -> bool:
+def take_length(sides: Sequence[Trained], T: int, vocabulary: int, device: str, rounds: int) -> bool:
     """Give the figures of one length, on each side that has the memory for it; returns whether both have it."""
     fits = True
     generator = torch.Generator().manual_seed(T)
@@ -219,44 +148,18 @@ def take_length(
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             ms = slowest_ms(partial(trained.step, tokens, targets), rounds)
-            give(STEP + suffix, "ms", ms)
+            give(STEP, "ms", ms)
             if device == "cuda":
-                give(MEMORY + suffix, "MiB", largest(torch.cuda.max_memory_allocated() / 2**20))
+                give(MEMORY, "MiB", largest(torch.cuda.max_memory_allocated() / 2**20))
             give(LOSS, "", total.item())
             give("norm of the gradients", "", norm)
-            tell_note(f"{side}, B1 T{T}: first step{suffix} in {first:.1f} s")
-            if trained.shared and collectives:
-                of_collectives(trained, tokens, targets, device, give)
+            tell_note(f"{side}, B1 T{T}: first step in {first:.1f} s")
         for p in trained.parameters():
             p.grad = None
         trained.to("cpu")
         if device == "cuda":
             torch.cuda.empty_cache()
     return fits
-
-
-def of_collectives(
-    trained: Trained, tokens: Tensor, targets: Tensor, device: str, give: Callable[[str, str, float], None]
-) -> None:
-    """Give what the ranks send in a step, and what that takes alone and in the step."""
-    ranks = dist.get_world_size()
-    with Sent() as sent:
-        trained.step(tokens, targets)
-    give(SENT, "MB", sent.bytes(ranks) / 1e6)
-    tell_note(f"B1 T{tokens.shape[1]}, a step: {sent}")
-    gradients = sum(x.nbytes for x in trained.gradients())
-    give(OF_GRADIENTS, "MB", 2 * (ranks - 1) / ranks * gradients / 1e6)
-    replay = sent.replay(device)
-    replay()
-    give(ALONE, "ms", slowest_ms(replay, 5))
-    if device == "cuda":
-        kernels = kernels_ms(partial(trained.step, tokens, targets))
-        of_nccl = {name: ms for name, ms in kernels.items() if "nccl" in name.lower()}
-        give(KERNELS, "ms", sum(of_nccl.values()))
-        texts = [f"{name} {ms:.2f} ms" for name, ms in of_nccl.items()]
-        tell_note(
-            f"B1 T{tokens.shape[1]}, a step: kernels {sum(kernels.values()):.0f} ms, {', '.join(texts)}"
-        )
 
 
 def tell(side: str, case: str, quantity: str, unit: str, value: float) -> None:
@@ -287,59 +190,36 @@ def rank_of(rank: int, ranks: int, port: int, arguments: argparse.Namespace) -> 
     )
     mesh = dist.device_mesh.init_device_mesh(device, (ranks,))
     torch.manual_seed(0)
-    model = build(arguments.name, size, device)
+    layer, options = MODELS[arguments.name]
+    model = models.recurrent(layer, options, size.layers, size.width, size.vocabulary)
+    model.to(device, torch.bfloat16)
     for p in model.parameters():
         dist.broadcast(p.detach(), 0)
-    backend = arguments.backend if arguments.compiled else None
     distributed = importlib.import_module("flacompose.distributed")
-    several = Trained(distributed.context_parallel(copy.deepcopy(model), mesh), True, backend)
-    sides = [several, Trained(model, False, backend)]
+    several = Trained(distributed.context_parallel(copy.deepcopy(model), mesh), True)
+    sides = [several, Trained(model, False)]
     for trained in sides:
         trained.to("cpu")
-    suffix = ", compiled" if arguments.compiled else ""
-    for i, T in enumerate(arguments.tokens):
-        # What is sent does not depend on the length.
-        options = device, arguments.rounds, suffix, i == 0 and not arguments.compiled
-        if not take_length(sides, T, size.vocabulary, *options):
+    for T in arguments.tokens:
+        if not take_length(sides, T, size.vocabulary, device, arguments.rounds):
             break
     dist.barrier()
     os._exit(0)  # the threads of gloo race with the shutdown of the interpreter
 
 
-def build(name: str, size: Size, device: str) -> nn.Module:
-    """A model of `MODELS`; its SwiGLU is as wide as those of the other models that are measured."""
-    models = importlib.import_module("flacompose.models")
-    layer, options = MODELS[name]
-    config = models.RecurrentConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.width,
-        num_hidden_layers=size.layers,
-        intermediate_size=-(-8 * size.width // 3 // 256) * 256,
-        layer=layer,
-        layer_options=options,
-    )
-    return models.RecurrentLM(config, device=device, dtype=torch.bfloat16)
-
-
 def take(names: Sequence[str], options: Sequence[str], *, timeout_s: float = 400.0) -> Iterator[Figure | str]:
     """Figures and notes as they come, of one model after another."""
     for name in names:
-        with contextlib.closing(Process(command("context", [name, *options]))) as process:
-            end = time.monotonic() + timeout_s
-            try:
-                while reply := process.receive(max(1.0, end - time.monotonic())):
-                    yield f"{name}, {reply['note']}" if "note" in reply else Figure(model=name, **reply)
-            except (RuntimeError, TimeoutError) as error:
-                yield f"{name} failed: {error}"
+        yield from figures(command("context", [name, *options]), name, "flacompose", timeout_s)
 
 
-def rows(figures: Sequence[Figure], ranks: int) -> list[Row]:
+def rows(taken: Sequence[Figure], ranks: int) -> list[Row]:
     """Every figure of several GPUs beside that of one."""
-    values = {(f.model, f.side, f.case, f.quantity): f.value for f in figures}
+    values = {(f.model, f.side, f.case, f.quantity): f.value for f in taken}
     found = []
-    for f in {(f.model, f.case, f.quantity): f for f in figures}.values():
+    for f in {(f.model, f.case, f.quantity): f for f in taken}.values():
         several, one = (values.get((f.model, side, f.case, f.quantity)) for side in (SEVERAL, ONE))
-        limit = LIMITS.get(f.quantity.removesuffix(", compiled"))
+        limit = LIMITS.get(f.quantity)
         is_long = int(f.case.rpartition("T")[2]) >= FROM_TOKENS
         max_ratio = round(limit / ranks, 3) if limit and is_long and one is not None else None
         found.append(Row(f"{f.model} model", f.case, f.quantity, f.unit, several, one, max_ratio=max_ratio))
@@ -358,23 +238,20 @@ def add_options(add: Callable[..., Any]) -> None:
     )
     add("--ranks", type=int, default=2, help="GPUs, or processes on a CPU (default: %(default)s)")
     add("--rounds", type=int, default=3, help="steps of which the median is taken (default: %(default)s)")
-    add("--compiled", action="store_true", help="compile the blocks, each in one graph")
 
 
 def passed_on(arguments: argparse.Namespace, device: str) -> list[str]:
     """The options of a process as `main` takes them."""
     size = size_of(arguments)
-    options = ["--device", device, "--backend", arguments.backend, *size.arguments()]
+    options = ["--device", device, *size.arguments()]
     options += ["--tokens", *map(str, arguments.tokens), "--ranks", str(arguments.ranks)]
-    options += ["--rounds", str(arguments.rounds)]
-    return [*options, *(["--compiled"] if arguments.compiled else [])]
+    return [*options, "--rounds", str(arguments.rounds)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="All ranks of one model.")
     parser.add_argument("name", choices=MODELS)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--backend", default="inductor")
     add_options(parser.add_argument)
     add_size(parser.add_argument)
     arguments = parser.parse_args()

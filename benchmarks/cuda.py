@@ -25,9 +25,6 @@ FORWARD, STEP = "forward", "forward + backward"
 WITH_HOST = "{}, with the host"
 """The quantity of a time that one call in eager mode takes, from an idle GPU until it has finished."""
 
-PER_CHANNEL = 2.5
-"""How many times as much a channel of values may cost in a head twice as large. In the state it is twice as long."""
-
 STATES = 8
 """Different states that one decoding graph uses in turn: with 64 MiB each at batch 64, none stays in 50 MB of L2."""
 
@@ -98,44 +95,6 @@ def beside_floor(op: Op, alone: Sides, shape: Shape, notes: list[str]) -> Iterat
     """Training of an op that the peer does not have, beside the traffic of its inputs and results, without targets."""
     for row in training(op, {**alone, floor.NAME: floor.of(op)}, shape, notes):
         yield dataclasses.replace(row, beside=floor.NAME, max_ratio=None)
-
-
-def larger_heads(
-    op: Op, sides: Sides, base: Shape, shapes: Sequence[Shape], notes: list[str]
-) -> Iterator[Row]:
-    """Training at each shape, and the step's time per channel of values over that at `base`, which is taken alone.
-
-    Where the peer refuses as many keys, flacompose is alone too.
-    """
-    alone = {"flacompose": sides["flacompose"]}
-
-    def per_channel(rows: Sequence[Row], shape: Shape) -> float | None:
-        """The time of the step among the rows of a shape, per channel."""
-        step = next(row.ours for row in rows if row.quantity == STEP)
-        return None if step is None else step / (shape.HV * shape.V)
-
-    at_base = list(training(op, alone, base, notes))
-    yield from at_base
-    less = per_channel(at_base, base)
-    for shape in shapes:
-        refused = op.peer_keys is not None and shape.K > op.peer_keys
-        rows = list(training(op, alone if refused else sides, shape, notes))
-        if refused:
-            reason = f"the peer takes at most {op.peer_keys} keys"
-            rows = [
-                dataclasses.replace(row, note="; ".join(filter(None, [row.note, reason]))) for row in rows
-            ]
-        yield from rows
-        more = per_channel(rows, shape)
-        twice = (shape.K, shape.V) == (2 * base.K, 2 * base.V)
-        yield Row(
-            op.name,
-            op.label(shape),
-            f"{STEP}, per channel of values, over K=V={base.K}",
-            "",
-            None if less is None or more is None else more / less,
-            max_value=PER_CHANNEL if twice else None,
-        )
 
 
 def decode(op: Op, sides: Sides) -> Iterator[Row]:

@@ -7,8 +7,6 @@ projections joined. It runs in a process of its own.
 from __future__ import annotations
 
 import argparse
-import ast
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,12 +17,10 @@ import torch
 from torch import Tensor
 
 from flacompose.layers import join_projections
-from flacompose.models import Decoder, RecurrentConfig, RecurrentLM
+from flacompose.models import Decoder, RecurrentLM
 
-from . import measure
-from .model import Figure
-from .processes import Process, answer, command
-from .public import attempt, give
+from . import measure, models
+from .processes import Figure, answer, attempt, command, figures, give
 from .report import Row
 
 MODEL = "gla"
@@ -55,7 +51,6 @@ LIMITS = {
 class Size:
     layers: int = 12
     width: int = 1024
-    intermediate: int = 2816
     vocabulary: int = 32_000
     prompt: int = 2048
     batches: tuple[int, ...] = (1, 4, 16, 64)
@@ -63,19 +58,13 @@ class Size:
     """The batches at which tokens are checked."""
 
 
-SMALL = Size(layers=2, width=32, intermediate=64, vocabulary=50, prompt=70, batches=(1, 2), checked=(1,))
+SMALL = Size(layers=2, width=32, vocabulary=50, prompt=70, batches=(1, 2), checked=(1,))
 """For a look at the benchmark itself, on a CPU."""
 
 
 def build(size: Size, device: str, dtype: torch.dtype) -> RecurrentLM:
-    config = RecurrentConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.width,
-        num_hidden_layers=size.layers,
-        intermediate_size=size.intermediate,
-        layer="GatedLinearAttention",
-    )
-    model = RecurrentLM(config, device=device, dtype=dtype).eval()
+    model = models.recurrent(*models.LAYERS[MODEL], size.layers, size.width, size.vocabulary)
+    model.to(device, dtype).eval()
     join_projections(model)
     return model
 
@@ -107,11 +96,11 @@ def check_again(model: RecurrentLM, tokens: Tensor, state: Any) -> tuple[Tensor,
 
 Function = Callable[..., Any]
 Compile = Callable[[Function], Function]
-Options = dict[str, Any]
-"""Of Inductor, by name."""
 
 
-def compiler(mode: str, backend: str, options: Options | None = None, dynamic: bool | None = None) -> Compile:
+def compiler(
+    mode: str, backend: str, options: dict[str, Any] | None = None, dynamic: bool | None = None
+) -> Compile:
     """What a function of this module passes before it is called in a mode; each is compiled once."""
     if mode == EAGER:
         return lambda function: function
@@ -127,13 +116,11 @@ def compiler(mode: str, backend: str, options: Options | None = None, dynamic: b
     return compiled
 
 
-def decoding(
-    model: RecurrentLM, token: Tensor, mode: str, compiled: Compile, options: Options | None = None
-) -> Callable[[], object]:
+def decoding(model: RecurrentLM, token: Tensor, mode: str, compiled: Compile) -> Callable[[], object]:
     """A function that decodes one more token of each row of ``token [B, 1]``, in which it puts that token."""
     state = model.init_state(token.shape[0])
     if mode == GRAPH:
-        decoder = Decoder(partial(read, model), token, state, options=options)
+        decoder = Decoder(partial(read, model), token, state)
         return lambda: token.copy_(decoder(token))
     step = compiled(read)
 
@@ -154,10 +141,10 @@ def prefill(model: RecurrentLM, B: int, size: Size, mode: str, compiled: Compile
 
 
 @torch.no_grad()
-def decode(model: RecurrentLM, B: int, mode: str, compiled: Compile, options: Options, calls: int) -> None:
+def decode(model: RecurrentLM, B: int, mode: str, compiled: Compile, calls: int) -> None:
     """Give the time of one token, greedily after another, and how many kernels it launches."""
     token = torch.zeros(B, 1, dtype=torch.int64, device=_device(model))
-    one = decoding(model, token, mode, compiled, options)
+    one = decoding(model, token, mode, compiled)
     give(f"B{B} T1", f"{TOKEN}, {mode}", "ms", measure.wall_us(one, calls=calls) / 1e3)
     if on_gpu(model):
         give(f"B{B} T1", f"{KERNELS}, {mode}", "", measure.kernels(one))
@@ -186,18 +173,12 @@ def speculate(model: RecurrentLM, B: int, size: Size, mode: str, compiled: Compi
 
 
 def take_all(
-    model: RecurrentLM,
-    size: Size,
-    wanted: Sequence[str],
-    modes: Sequence[str],
-    backend: str,
-    options: Options,
-    calls: int,
+    model: RecurrentLM, size: Size, wanted: Sequence[str], modes: Sequence[str], backend: str, calls: int
 ) -> None:
     # In `GRAPH`, `speculate` records what is compiled as in `COMPILED`.
-    by_inductor = compiler(COMPILED, backend, options)
+    by_inductor = compiler(COMPILED, backend)
     compilers = {EAGER: compiler(EAGER, backend), COMPILED: by_inductor, GRAPH: by_inductor}
-    tuned = partial(compiler, TUNED, backend, {**TUNING, **options}, dynamic=False)
+    tuned = partial(compiler, TUNED, backend, TUNING, dynamic=False)
     start = time.perf_counter()
     for mode in modes:
         if mode in (TUNED, GRAPH) and not on_gpu(model):
@@ -207,7 +188,7 @@ def take_all(
             for B in size.batches:
                 # Tuned kernels are tuned for one batch size, so each batch size has a compiler of its own.
                 compiled = compilers[mode] if mode in compilers else tuned()
-                one = partial(decode, model, B, mode, compiled, options, calls)
+                one = partial(decode, model, B, mode, compiled, calls)
                 attempt(f"decoding, {mode}, at batch {B}", one)
         if "check" in wanted and mode in compilers:
             for B in size.checked:
@@ -222,39 +203,12 @@ def take_all(
 
 
 def take(
-    wanted: Sequence[str],
-    modes: Sequence[str],
-    device: str,
-    backend: str,
-    inductor: Sequence[str],
-    small: bool,
-    timeout_s: float,
+    wanted: Sequence[str], modes: Sequence[str], device: str, backend: str, small: bool, timeout_s: float
 ) -> Iterator[Figure | str]:
     """Figures and notes as they come."""
     options = ["--device", device, "--backend", backend, "--quantities", *wanted, "--modes", *modes]
-    options += ["--inductor", *inductor, *(["--small"] if small else [])]
-    with contextlib.closing(Process(command("generation", options))) as process:
-        end = time.monotonic() + timeout_s
-        try:
-            while reply := process.receive(max(1.0, end - time.monotonic())):
-                yield reply["note"] if "note" in reply else Figure(MODEL, "flacompose", **reply)
-        except (RuntimeError, TimeoutError) as error:
-            yield f"the model failed: {error}"
-
-
-def option(text: str) -> str:
-    """`text`, which has to be ``NAME=VALUE``, the value a Python literal."""
-    name, _, value = text.partition("=")
-    with contextlib.suppress(SyntaxError, ValueError, TypeError):
-        ast.literal_eval(value)
-        if name:
-            return text
-    raise argparse.ArgumentTypeError(f"expected NAME=VALUE, VALUE a Python literal, got {text!r}")
-
-
-def parsed(inductor: Sequence[str]) -> Options:
-    """The options that texts such as those of `option` give."""
-    return {name: ast.literal_eval(value) for name, _, value in (text.partition("=") for text in inductor)}
+    options += ["--small"] if small else []
+    yield from figures(command("generation", options), MODEL, "flacompose", timeout_s)
 
 
 def _numbers(case: str) -> tuple[int, int]:
@@ -262,10 +216,10 @@ def _numbers(case: str) -> tuple[int, int]:
     return int(B[1:]), int(T[1:])
 
 
-def rows(figures: Sequence[Figure], small: bool = False) -> list[Row]:
+def rows(taken: Sequence[Figure], small: bool = False) -> list[Row]:
     """Every figure beside that of eager mode, tokens per second, and tokens that are checked beside the other ways."""
     layers = (SMALL if small else Size()).layers
-    values = {(f.case, f.quantity): f.value for f in figures}
+    values = {(f.case, f.quantity): f.value for f in taken}
     found = []
 
     def add(
@@ -275,7 +229,7 @@ def rows(figures: Sequence[Figure], small: bool = False) -> list[Row]:
         row = Row(f"{MODEL} model", case, quantity, unit, ours, other, max_value=limit, beside=baseline)
         found.append(row)
 
-    for f in figures:
+    for f in taken:
         name, mode = f.quantity.rsplit(", ", 1)
         if name in (STEPS, AGAIN):
             continue
@@ -309,15 +263,13 @@ def main() -> None:
     add("--modes", nargs="+", choices=MODES, default=list(DEFAULT_MODES))
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--backend", default="inductor")
-    add("--inductor", nargs="*", type=option, default=[])
     add("--calls", type=int, default=50, help="tokens that are timed together")
     add("--small", action="store_true", help="a tiny model, to look at the benchmark itself")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     size = SMALL if arguments.small else Size()
     model = build(size, arguments.device, torch.bfloat16)
-    options = parsed(arguments.inductor)
-    take_all(model, size, arguments.quantities, arguments.modes, arguments.backend, options, arguments.calls)
+    take_all(model, size, arguments.quantities, arguments.modes, arguments.backend, arguments.calls)
 
 
 if __name__ == "__main__":

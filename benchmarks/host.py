@@ -66,11 +66,11 @@ def op_calls(op: Op, module, shape: Shape, device: str) -> dict[str, Callable[[]
     return {FORWARD: functools.partial(chunk, **inputs), STEP: measure.step(chunk, inputs, do), TOKEN: token}
 
 
-def serve(side: str, device: str) -> None:
+def serve(side: str, device: str, configs: Path | None = None) -> None:
     """Answer each request, the name of an op and a shape, with the microseconds of each of its calls."""
     module = peer.load() if side == "fla" else importlib.import_module("flacompose.ops")
-    if side == "fla" and torch.cuda.get_device_capability() == (9, 0):
-        tuned.install(tuned.H100)
+    if configs is not None:
+        tuned.install(configs)
     made: dict[tuple[str, str], dict[str, Callable[[], object]]] = {}
     for line in sys.stdin:
         request = json.loads(line)
@@ -102,6 +102,7 @@ def take(
     shape: Shape,
     before: Path | None = None,
     *,
+    configs: Path | None = None,
     rounds: int = 5,
     calls: float = 1.0,
     timeout_s: float = 300.0,
@@ -115,7 +116,8 @@ def take(
     with contextlib.ExitStack() as stack:
         processes = {}
         for side, package in packages.items():
-            processes[side] = Process(command("host", [side, device], package))
+            given = [] if side != "fla" or configs is None else ["--peer-configs", str(configs.resolve())]
+            processes[side] = Process(command("host", [side, device, *given], package))
             stack.callback(processes[side].close)
         for op in ops:
             yield from _rows(op, shape, processes, rounds, calls, timeout_s)
@@ -180,8 +182,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=serve.__doc__)
     parser.add_argument("side", choices=["flacompose", "before", "fla"])
     parser.add_argument("device", choices=["cuda", "cpu"])
+    parser.add_argument("--peer-configs", type=Path, help="the peer's launch configurations")
     arguments = parser.parse_args()
-    serve(arguments.side, arguments.device)
+    serve(arguments.side, arguments.device, arguments.peer_configs)
 
 
 if __name__ == "__main__":

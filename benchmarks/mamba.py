@@ -41,11 +41,7 @@ MAMBA2 = {
     "B": Draw("B T H K"),
     "C": Draw("B T H K"),
 }
-MAMBA2_MORE = {
-    "D": parameter("HV"),
-    "z": Draw("B T HV V"),
-    "dt_bias": parameter("HV"),
-}
+MAMBA2_MORE = {"D": parameter("HV"), "z": Draw("B T HV V"), "dt_bias": parameter("HV")}
 MAMBA3 = {
     "Q": Draw("B T H K"),
     "K": Draw("B T H K"),
@@ -160,10 +156,7 @@ PARTS = {
         "mamba-ssm",
         "mamba_ssm",
         "ops.triton.ssd_combined",
-        (
-            _OP,
-            dataclasses.replace(_OP, name="mamba2 with D, z and dt_bias", inputs=MAMBA2 | MAMBA2_MORE),
-        ),
+        (_OP, dataclasses.replace(_OP, name="mamba2 with D, z and dt_bias", inputs=MAMBA2 | MAMBA2_MORE)),
         ours=lambda ops: ssd(ops.mamba_chunk_scan_combined),
         other=lambda module: ssd(module.mamba_chunk_scan_combined),
     ),

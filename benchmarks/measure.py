@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 import torch
 from torch import Tensor
-
-turn: Path | None = None
-"""A file that is locked by the one of several processes on a GPU that takes a time at the moment."""
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Within it, no other process takes a time that has the same `turn`."""
-    if turn is None:
-        yield
-        return
-    import fcntl  # not on Windows
-
-    with turn.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def step(fn: Callable[..., tuple], inputs: Mapping[str, Tensor], do: Tensor) -> Callable[[], tuple]:
@@ -157,17 +139,16 @@ def host_us(fn: Callable[[], object], calls: int = 200, rounds: int = 7, warm: i
 
 def wall_us(fn: Callable[[], object], calls: int = 50, rounds: int = 5) -> float:
     """Wall-clock microseconds per call, for calls back to back, until the device has finished the last."""
-    with alone():
-        for _ in range(5):
+    for _ in range(5):
+        fn()
+    taken = []
+    for _ in range(rounds):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
             fn()
-        taken = []
-        for _ in range(rounds):
-            synchronize()
-            start = time.perf_counter()
-            for _ in range(calls):
-                fn()
-            synchronize()
-            taken.append((time.perf_counter() - start) / calls)
+        synchronize()
+        taken.append((time.perf_counter() - start) / calls)
     return median(taken) * 1e6
 
 
@@ -185,17 +166,6 @@ def kernels(fn: Callable[[], object]) -> int:
         event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
         for event in profiler.events()
     )
-
-
-def cpu_ms(fn: Callable[[], object], runs: int, enough_s: float = 20.0) -> float:
-    """Median wall-clock milliseconds after one warm-up. No further run starts once they took ``enough_s`` in all."""
-    fn()
-    taken: list[float] = []
-    while len(taken) < runs and sum(taken) < enough_s:
-        start = time.perf_counter()
-        fn()
-        taken.append(time.perf_counter() - start)
-    return median(taken) * 1e3
 
 
 def relative_error(x: Tensor, truth: Tensor) -> float:

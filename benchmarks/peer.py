@@ -23,7 +23,7 @@ def load() -> SimpleNamespace:
         return adapted({name: x for module in modules for name, x in vars(module).items()})
     except ModuleNotFoundError as error:
         if error.name and error.name.split(".")[0] == "fla":
-            raise SystemExit("--against fla needs the package: pip install flash-linear-attention") from error
+            raise SystemExit("the peer is needed: pip install flash-linear-attention") from error
         raise
 
 

@@ -10,16 +10,17 @@ import contextlib
 import importlib
 import json
 import os
-import queue
 import re
 import runpy
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 """Where ``python -m benchmarks...`` finds this package."""
@@ -97,52 +98,6 @@ class Process:
                     file.close()
 
 
-Found = TypeVar("Found")
-Task = Callable[[Callable[..., Process]], Iterator[Found]]
-
-
-def side_by_side(tasks: Sequence[Task[Found]], jobs: int) -> Iterator[Found]:
-    """What the tasks give, as it comes, `jobs` of them at the same time.
-
-    A task gets what it starts a `Process` with. These are killed when no more is asked for.
-    """
-    todo: queue.SimpleQueue[Task[Found]] = queue.SimpleQueue()
-    for task in tasks:
-        todo.put(task)
-    found: queue.SimpleQueue[tuple[Found] | None] = queue.SimpleQueue()
-    running: list[Process] = []
-
-    def start(*args: Any) -> Process:
-        running.append(Process(*args))
-        return running[-1]
-
-    def work() -> None:
-        try:
-            while not todo.empty():
-                for each in todo.get_nowait()(start):
-                    found.put((each,))
-        except queue.Empty:
-            pass
-        finally:
-            found.put(None)
-
-    workers = [threading.Thread(target=work, daemon=True) for _ in range(jobs)]
-    for worker in workers:
-        worker.start()
-    try:
-        for _ in workers:
-            while (each := found.get()) is not None:
-                yield each[0]
-    finally:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                todo.get_nowait()
-        for process in running:
-            process.popen.kill()
-        for worker in workers:
-            worker.join(10)
-
-
 def _error(text: str) -> str:
     """The line that names the error in what a process wrote, or its last line."""
     lines = [line for line in text.splitlines() if line.strip()]
@@ -153,6 +108,50 @@ def _error(text: str) -> str:
 def answer(**content: object) -> None:
     """Print one line that `Process.receive` returns in the process that started this one."""
     print(json.dumps(content), flush=True)
+
+
+def give(case: str, quantity: str, unit: str, value: float) -> None:
+    """Answer with one figure."""
+    answer(case=case, quantity=quantity, unit=unit, value=value)
+
+
+def attempt(what: str, take: Callable[[], None]) -> None:
+    """Call `take`; where it fails, say so, and go on with the next."""
+    try:
+        take()
+    except Exception as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        answer(note=f"{what} failed: {type(error).__name__}: {lines[0] if lines else ''}")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of one model; `side` is ``flacompose``, or the one that it is compared with."""
+
+    model: str
+    side: str
+    case: str
+    quantity: str
+    unit: str
+    value: float
+
+
+def figures(
+    command: Sequence[str], model: str, side: str, timeout_s: float, env: Mapping[str, str] | None = None
+) -> Iterator[Figure | str]:
+    """The figures and notes that a process gives of a model, as they come; its failure is a note too."""
+    label = model if side == "flacompose" else f"{model} {side}"
+    with contextlib.closing(Process(command, env)) as process:
+        end = time.monotonic() + timeout_s
+        try:
+            while reply := process.receive(max(1.0, end - time.monotonic())):
+                yield (
+                    f"{label}, {reply['note']}"
+                    if "note" in reply
+                    else Figure(model, **{"side": side} | reply)
+                )
+        except (RuntimeError, TimeoutError) as error:
+            yield f"{label} failed: {error}"
 
 
 def main() -> None:

@@ -11,10 +11,8 @@ is where flash-linear-attention is installed, ``python`` as it is where it is no
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import measure, peer, tuned, warm
-from .processes import Process, answer, command, side_by_side
+from . import measure, peer, tuned
+from .processes import Figure, answer, attempt, command, figures, give
 from .report import Row
 
 PEER = "fla"
@@ -96,19 +94,6 @@ def kimi_linear(size: Size) -> nn.Module:
 
 
 MODELS: dict[str, Callable[[Size], nn.Module]] = {"qwen3-next": qwen3_next, "kimi-linear": kimi_linear}
-
-
-def give(case: str, quantity: str, unit: str, value: float) -> None:
-    answer(case=case, quantity=quantity, unit=unit, value=value)
-
-
-def attempt(what: str, take: Callable[[], None]) -> None:
-    """Call `take`; where it fails, say so, and go on with the next."""
-    try:
-        take()
-    except Exception as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        answer(note=f"{what} failed: {type(error).__name__}: {lines[0] if lines else ''}")
 
 
 def compiled(function: Callable[..., Any], side: str, backend: str) -> Callable[..., Any]:
@@ -218,56 +203,21 @@ def take_all(model: Any, size: Size, side: str, wanted: Sequence[str], backend: 
             )
 
 
-@dataclass(frozen=True)
-class Figure:
-    model: str
-    side: str
-    case: str
-    quantity: str
-    unit: str
-    value: float
-
-
 def take(
-    names: Sequence[str],
-    sides: Sequence[str],
-    options: Sequence[str],
-    *,
-    jobs: int = 1,
-    warm_peer: tuple[float, int] | None = None,
-    timeout_s: float = 400.0,
+    names: Sequence[str], sides: Sequence[str], options: Sequence[str], *, timeout_s: float = 400.0
 ) -> Iterator[Figure | str]:
-    """Figures and notes as they come, `jobs` processes at the same time, which take turns where they take times.
-
-    `warm_peer` is for how many seconds, and in how many processes, the peer's candidates are compiled beforehand.
-    """
-
-    def run(name: str, side: str, turn: str, start: Callable[..., Process]) -> Iterator[Figure | str]:
-        asked = [name, "--side", side, *options, *(["--turn", turn] if jobs > 1 else [])]
-        if side == PEER and warm_peer is not None:
-            yield f"{name}: {warm.side_by_side(command('public', asked), *warm_peer, option='--share')}"
-        with contextlib.closing(start(command("public", asked))) as process:
-            end = time.monotonic() + timeout_s
-            try:
-                while reply := process.receive(max(1.0, end - time.monotonic())):
-                    yield (
-                        f"{name} {side}, {reply['note']}" if "note" in reply else Figure(name, side, **reply)
-                    )
-            except (RuntimeError, TimeoutError) as error:
-                yield f"{name} {side} failed: {error}"
-
-    with tempfile.TemporaryDirectory() as folder:
-        turn = str(Path(folder) / "turn")
-        tasks = [partial(run, name, side, turn) for name in names for side in sides]
-        yield from side_by_side(tasks, jobs)
+    """Figures and notes as they come."""
+    for name in names:
+        for side in sides:
+            yield from figures(command("public", [name, "--side", side, *options]), name, side, timeout_s)
 
 
-def rows(figures: Sequence[Figure]) -> list[Row]:
+def rows(taken: Sequence[Figure]) -> list[Row]:
     """Every figure of this library beside that of each other side, and those that only one of them has."""
-    values = {(f.model, f.side, f.case, f.quantity): f.value for f in figures}
+    values = {(f.model, f.side, f.case, f.quantity): f.value for f in taken}
     found = []
     for baseline in SIDES[1:]:
-        for f in {(f.model, f.case, f.quantity): f for f in figures}.values():
+        for f in {(f.model, f.case, f.quantity): f for f in taken}.values():
             ours = values.get((f.model, SIDES[0], f.case, f.quantity))
             other = values.get((f.model, baseline, f.case, f.quantity.removesuffix(JOINED)))
             if other is None and baseline != PEER:
@@ -289,21 +239,12 @@ def main() -> None:
     add("--backend", default="inductor")
     add("--calls", type=int, default=20, help="decoded tokens that are timed together")
     add("--small", action="store_true", help="a tiny model, to look at the benchmark itself")
-    add("--turn", type=Path, help="a file that is locked while times are taken, by one process at a time")
     add(
         "--peer-configs",
         type=Path,
         help="a file with launch configurations of the peer, which gets those it tunes",
     )
-    add(
-        "--share",
-        nargs=2,
-        type=int,
-        metavar=("I", "N"),
-        help="compile the I-th of N shares of the peer's candidates",
-    )
     arguments = parser.parse_args()
-    measure.turn = arguments.turn
     side, size = arguments.side, SMALL if arguments.small else Size()
     if side != PEER:
         # Without an effect on `enable()`, which does not ask what transformers has found.
@@ -321,30 +262,15 @@ def main() -> None:
             answer(
                 note="the peer refuses gated backwards on Hopper with this Triton; its check was lifted to time it"
             )
-            tuned.install(tuned.H100)
         # PyTorch 2.11 says so of every model that it compiles, and transformers would then call its own loops.
         vars(importlib.import_module("transformers.integrations.hub_kernels"))["is_torchdynamo_exporting"] = (
             bool
         )
         if arguments.peer_configs and arguments.peer_configs.exists():
             tuned.install(arguments.peer_configs)
-    if arguments.share:
-        candidates_only(model, size, *arguments.share)
-        return
     take_all(model, size, side, arguments.quantities, arguments.backend, arguments.calls)
     if side == PEER and arguments.peer_configs:
         tuned.save(arguments.peer_configs, torch.cuda.get_device_name(), peer.version())
-
-
-def candidates_only(model: Any, size: Size, index: int, workers: int) -> None:
-    """Compile a share of the peer's candidates for what is measured, and launch none."""
-    for tuner in tuned.autotuners():
-        warm.compile_only(tuner, index, workers)
-    short = torch.randint(size.vocabulary, (1, 256), device=model.device)
-    model(short, use_cache=False).logits.float().sum().backward()
-    with torch.no_grad():
-        cache = model(short, use_cache=True).past_key_values
-        model(short[:, :1], past_key_values=cache, use_cache=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Results as JSON, as a Markdown table and as a plot.
+"""Results as JSON and as a Markdown table.
 
 To render saved results anew: ``python -m benchmarks.report``, and what pages quote of them:
 ``python -m benchmarks.summary``
@@ -18,7 +18,6 @@ NAMES = {
     "fla": "flash-linear-attention",
     "floor": "reading and writing alone",
     "python": "PyTorch alone",
-    "reference": "the recurrence token by token",
     "softmax": "softmax attention",
 }
 """What a reader calls the sides that flacompose is compared with, where it is not the name in the results."""
@@ -66,12 +65,7 @@ class Results:
     def save(self, path: Path) -> None:
         """Replace the file in one go: an interrupted run leaves the last complete one."""
         rows = [{**asdict(row), "ratio": row.ratio, "met": row.met} for row in self.rows]
-        content = {
-            "other": self.other,
-            "environment": self.environment,
-            "notes": self.notes,
-            "rows": rows,
-        }
+        content = {"other": self.other, "environment": self.environment, "notes": self.notes, "rows": rows}
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(path.name + ".part")
         part.write_text(json.dumps(content, indent=1) + "\n")
@@ -144,41 +138,6 @@ def section(results: Results) -> str:
     return f"## {title(results)}\n\n{folded}"
 
 
-def plot(results: Results, path: Path) -> None:
-    """One bar per figure, flacompose over the other, on a log axis; a tick marks each target."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    rows = [row for row in results.rows if row.ratio]
-    if not rows:
-        return
-    figure = Figure(figsize=(9, 1.2 + 0.28 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    positions = list(range(len(rows)))
-    colours = {True: "#2a7f62", False: "#c1554d", None: "#7a8ca3"}
-    ratios = [row.ratio or 1.0 for row in rows]
-    # Bars start at 1: the further a bar goes to the left, the better.
-    axes.barh(positions, [ratio - 1 for ratio in ratios], left=1, color=[colours[row.met] for row in rows])
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter("{x:g}")
-    limits = [(i, row.max_ratio) for i, row in enumerate(rows) if row.max_ratio is not None]
-    axes.scatter([x for _, x in limits], [i for i, _ in limits], marker="|", s=140, color="black", zorder=3)
-    low, high = min(ratios + [x for _, x in limits]), max([*ratios, 1.0])
-    axes.set_xlim(low / 1.6, high * 1.8)
-    for i, row in zip(positions, rows, strict=True):
-        values = f" {number(row.ours)} / {number(row.other)} {row.unit}"
-        axes.text(max(ratios[i], 1.0), i, values, va="center", fontsize=7)
-    axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_yticks(
-        positions, [f"{row.op}  {row.case}  {row.quantity}  {row.beside}" for row in rows], fontsize=7
-    )
-    axes.invert_yaxis()
-    axes.set_xlabel(f"flacompose / {results.other}, less is better (| is the target)")
-    axes.set_title(results.environment.get("device", ""), fontsize=9)
-    figure.savefig(path, dpi=140)
-
-
 def put_between(page: Path, text: str, begin: str, end: str, block: str) -> str:
     """`text`, that of `page`, with `block` between its two markers in place of what is there."""
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
@@ -204,7 +163,6 @@ def main() -> None:
     for path in arguments.results or saved(RESULTS):
         results = Results.load(path)
         path.with_suffix(".md").write_text(section(results))
-        plot(results, path.with_suffix(".png"))
         print(table(results))
 
 

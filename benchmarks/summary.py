@@ -8,13 +8,14 @@ gated delta rule compares it with FlashQLA. Each stands between two markers of i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from . import context
-from .cases import LARGER_HEADS, OPS
+from .cases import OPS, TRAINING
 from .cuda import FORWARD, STEP, WITH_HOST
 from .processes import ROOT
 from .report import NAMES, RESULTS, Results, Row, number, put_between, saved
@@ -55,16 +56,19 @@ def collect(runs: Sequence[Results]) -> Figures:
 def ops(
     figures: Figures, baseline: str, quantity: str, *, alone: bool = False, each: bool = False
 ) -> dict[str, Taken]:
-    """For each op that has this quantity for both sides, its first such figure and the run that it comes from.
+    """For each op that has this quantity for both sides, its figure and the run that it comes from.
+
+    It is the one at the shape that all ops are measured at, where there is one, and the oldest of other cases.
 
     With `alone`, a figure of flacompose without one of the other side counts too. With `each`, all figures of an op
     have a place, under its name and their case.
     """
     found: dict[str, Taken] = {}
-    apart = {(op.name, op.label(shape)) for op in OPS.values() if op.has_heads for shape in LARGER_HEADS}
     for (op, other, case, name), (row, run) in figures.items():
         complete = alone or row.ratio is not None
-        if (other, name) == (baseline, quantity) and complete and (op, case) not in apart:
+        first = OPS[op].label(TRAINING[0]) if op in OPS else case
+        elsewhere = not each and case != first and (op, other, first, name) in figures
+        if (other, name) == (baseline, quantity) and complete and not elsewhere:
             found.setdefault(f"{op}, {case}" if each else op, (row, run))
     # In the order of the benchmark, not in that of the runs.
     return {op: found[op] for op in sorted(found, key=[*OPS, *found].index)}
@@ -305,18 +309,27 @@ def long_rows(figures: Figures) -> dict[str, list[tuple[int, Taken]]]:
     return {op: sorted(taken, key=lambda each: each[0]) for op, taken in found.items()}
 
 
-def plot_long_rows(figures: Figures, path: Path) -> None:
-    """Step time of one row by its number of tokens: a line for each model, broken on one GPU."""
+@contextlib.contextmanager
+def drawing(path: Path, height: float) -> Iterator[Any]:
+    """The axes of a picture, which is then saved: without date or random names, so that it depends on figures alone."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(STYLE | {"svg.hashsalt": "context"}):
-        figure = Figure(figsize=(8, 4), layout="constrained")
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": path.stem}):
+        figure = Figure(figsize=(8, height), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
-        colours = ("#2a7f62", "#d1793a", "#3b6fb5")
-        for colour, (op, taken) in zip(cycle(colours), long_rows(figures).items()):
+        yield axes
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+def plot_long_rows(figures: Figures, path: Path) -> None:
+    """Step time of one row by its number of tokens: a line for each model, broken on one GPU."""
+    rows = long_rows(figures)
+    with drawing(path, 4) as axes:
+        for colour, (op, taken) in zip(cycle(("#2a7f62", "#d1793a", "#3b6fb5")), rows.items()):
             for style, of_one in (("o-", False), ("s--", True)):
                 points = [(tokens, row.other if of_one else row.ours, run) for tokens, (row, run) in taken]
                 known = [(tokens, ms / 1000, run) for tokens, ms, run in points if ms is not None]
@@ -325,37 +338,25 @@ def plot_long_rows(figures: Figures, path: Path) -> None:
                 axes.plot(xs, ys, style, color=colour, label=f"{op}, {ranks}")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        lengths = sorted({tokens for taken in long_rows(figures).values() for tokens, _ in taken})
+        lengths = sorted({tokens for taken in rows.values() for tokens, _ in taken})
         axes.set_xticks(lengths, [f"{tokens // 1024}k" for tokens in lengths])
         for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
             formatter("{x:g}")
         axes.set_xlabel("tokens of the row")
         axes.set_ylabel("training step, s")
-        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
-        figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 def plot(figures: Figures, path: Path) -> None:
     """Step time and memory of every op over the peer's, and over FlashQLA's, as bars."""
-    import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
     steps = ops(figures, PEER, STEP)
     steps |= {f"{op}\nbeside {QLA}": taken for op, taken in ops(figures, QLA, STEP).items()}
-    if not steps:
-        return
     memories = [in_the_same_run(taken, MEMORY) for taken in steps.values()]
     series = {
         "time of forward and backward": ([step.ratio for step, _ in steps.values()], "#2a7f62"),
         "peak memory": ([None if row is None else row.ratio for row in memories], "#4f8fc9"),
     }
-    # Neither the date nor random names go into the file: the same figures give the same picture.
-    with matplotlib.rc_context(STYLE | {"svg.hashsalt": "summary"}):
-        figure = Figure(figsize=(8, 1.3 + 0.55 * len(steps)), layout="constrained")
-        FigureCanvasSVG(figure)
-        axes = figure.add_subplot()
+    with drawing(path, 1.3 + 0.55 * len(steps)) as axes:
         for i, (label, (ratios, colour)) in enumerate(series.items()):
             places = [place + 0.38 * (i - 0.5) for place, ratio in enumerate(ratios) if ratio is not None]
             known = [ratio for ratio in ratios if ratio is not None]
@@ -366,10 +367,7 @@ def plot(figures: Figures, path: Path) -> None:
         axes.set_ylim(len(steps) - 0.4, -0.6)
         axes.set_xlim(0, max(1.1, *(r * 1.15 for ratios, _ in series.values() for r in ratios if r)))
         axes.set_xlabel(f"flacompose / {NAMES[PEER]}, or / {QLA}; less is better")
-        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 PAGES: dict[str, dict[str, Callable[[Figures], str]]] = {

@@ -15,12 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-H100 = Path(__file__).with_name("tuned_h100.jsonl")
-"""For bfloat16, H = 16, K = V = 128; chosen by flash-linear-attention 0.6.0's own tuning, and 0.5.2's, on an H100.
-
-Calls with states have the configurations that were chosen without; only their errors are measured.
-"""
-
 
 def autotuners(package: str = "fla") -> Iterator[Any]:
     """Every autotuned kernel in the loaded modules of the package, each once."""

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,51 +28,25 @@ from .processes import ROOT
 
 
 def compile_candidates(
-    op: str,
-    shapes: Sequence[Shape],
-    configs: Path | None,
-    timeout_s: float,
-    workers: int,
-    only_steps: bool = False,
+    op: str, shapes: Sequence[Shape], configs: Path | None, timeout_s: float, workers: int
 ) -> str:
-    """Compile the candidates of an op's calls in worker processes. Returns a line that says how it went.
-
-    With `only_steps` the calls are training steps without states.
-    """
-    asked = [
-        *(["--only-steps"] if only_steps else []),
-        op,
-        ",".join(map(str, shapes)),
-        str(configs or "none"),
-    ]
+    """Compile the candidates of an op's calls in worker processes. Returns a line that says how it went."""
+    asked = [op, ",".join(map(str, shapes)), str(configs or "none")]
     return side_by_side([sys.executable, "-m", "benchmarks.warm", *asked], timeout_s, workers)
 
 
-def side_by_side(
-    command: Sequence[str],
-    timeout_s: float,
-    workers: int,
-    option: str | None = None,
-    env: Mapping[str, str] = os.environ,
-) -> str:
+def side_by_side(command: Sequence[str], timeout_s: float, workers: int) -> str:
     """Run a command in worker processes, and end those that take longer than ``timeout_s``.
 
-    Each gets its index and the number of workers as its last arguments, behind `option` if there is one. Returns a line
-    that says how it went.
+    Each gets its index and the number of workers as its last arguments. Returns a line that says how it went.
     """
     start = time.monotonic()
-    env = {**env, "OMP_NUM_THREADS": "1"}  # one core for each worker
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}  # one core for each worker
     late, failed = 0, []
     with contextlib.ExitStack() as stack:
         logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(workers)]
         processes = [
-            subprocess.Popen(
-                [*command, *([option] if option else []), str(i), str(workers)],
-                cwd=ROOT,
-                env=env,
-                stdout=log,
-                stderr=log,
-            )
+            subprocess.Popen([*command, str(i), str(workers)], cwd=ROOT, env=env, stdout=log, stderr=log)
             for i, log in enumerate(logs)
         ]
         try:
@@ -158,7 +132,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="one worker of compile_candidates")
     for name in ("op", "shapes", "configs", "index", "workers"):
         parser.add_argument(name)
-    parser.add_argument("--only-steps", action="store_true", help="no states, and no single tokens")
     arguments = parser.parse_args()
     op, module = OPS[arguments.op], peer.load()
     if arguments.configs != "none":
@@ -167,9 +140,8 @@ def main() -> None:
         compile_only(tuner, int(arguments.index), int(arguments.workers))
     # Beyond one chunk the choice does not depend on the length, and short inputs leave memory for every worker.
     shapes = [Shape.parse(text)._replace(T=256) for text in arguments.shapes.split(",")]
-    steps(op, module, shapes, states=not arguments.only_steps)
-    if not arguments.only_steps:
-        token(op, module)
+    steps(op, module, shapes, states=True)
+    token(op, module)
 
 
 if __name__ == "__main__":

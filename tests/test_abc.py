@@ -12,7 +12,7 @@ import torch._dynamo
 from contract.accuracy import assert_close, assert_equal, error
 from contract.cases import NAMED
 from contract.problems import draw, evaluate
-from ranks import check_sharded, on_two_ranks
+from helpers.ranks import check_sharded, on_two_ranks
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.distributed.device_mesh import DeviceMesh

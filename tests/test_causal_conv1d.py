@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from contract.accuracy import assert_accurate, assert_equal
 from contract.cases import NAMED, every
 from contract.problems import draw, evaluate
-from families import flat
+from helpers.operators import flat
 from torch import Tensor, nn
 from torch.export import Dim, export
 

@@ -19,8 +19,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 triton = pytest.importorskip("triton")
 
-from families import signature_of  # noqa: E402
-from launches import matrix_calls, other_calls  # noqa: E402
+from helpers.launches import matrix_calls, other_calls  # noqa: E402
+from helpers.operators import signature_of  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia import driver as nvidia  # noqa: E402
 from triton.backends.nvidia.driver import CudaDriver  # noqa: E402

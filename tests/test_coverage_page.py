@@ -18,7 +18,7 @@ from flacompose import layers, models, ops
 from flacompose.integrations import fla
 
 HERE = Path(__file__).parent
-PEER = json.loads((HERE / "peer_names.json").read_text(encoding="utf-8"))
+PEER = json.loads((HERE / "helpers" / "peer_names.json").read_text(encoding="utf-8"))
 PAGE = (HERE.parent / "docs" / "coverage.md").read_text(encoding="utf-8")
 OURS = {"Operators": ops, "Layers": layers, "Models": SimpleNamespace(**vars(models), load_fla=fla.load_fla)}
 STATES = ("here", "a choice of arguments", "absent")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from contract.cases import NAMED
 from contract.problems import call, draw
-from families import flat, part
+from helpers.operators import flat, part
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU = torch.device("cpu")

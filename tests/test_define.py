@@ -301,7 +301,7 @@ def test_fsdp(compiled):
         pytest.skip("compiled FSDP2 over gloo fails in PyTorch 2.11")
     code = """
         import sys, torch
-        from ranks import on_two_ranks
+        from helpers.ranks import on_two_ranks
         from test_define import call
 
         class Layer(torch.nn.Module):
@@ -339,7 +339,7 @@ def test_placements_that_do_not_fit(compiled):
     """Inputs that are placed unlike one another, and rows of packed sequences, which no batch is."""
     code = """
         import sys, torch
-        from ranks import check_sharded, on_two_ranks
+        from helpers.ranks import check_sharded, on_two_ranks
         from test_define import call, inputs, op
 
         def worker(mesh, compiled):

@@ -15,7 +15,7 @@ import types
 from pathlib import Path
 
 import pytest
-from ranks import programs_on_two_ranks
+from helpers.ranks import programs_on_two_ranks
 
 from benchmarks import report, summary
 

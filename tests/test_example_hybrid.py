@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from scripts import run_example
+from helpers.examples import run_example
 
 pytest.importorskip("tqdm")
 

@@ -7,7 +7,7 @@ import runpy
 from collections.abc import Callable
 
 import pytest
-from scripts import ROOT, run_example
+from helpers.examples import ROOT, run_example
 
 pytest.importorskip("tqdm")
 

@@ -7,7 +7,7 @@ import runpy
 from pathlib import Path
 
 import pytest
-from scripts import ROOT, run_example
+from helpers.examples import ROOT, run_example
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")

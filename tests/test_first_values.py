@@ -8,8 +8,8 @@ import weakref
 
 import pytest
 import torch
-from first_values import MODULES, Draw, assert_first_values, draw, reset
-from ranks import on_two_ranks
+from helpers.first_values import MODULES, Draw, assert_first_values, draw, reset
+from helpers.ranks import on_two_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import prune

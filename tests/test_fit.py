@@ -13,8 +13,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from families import flat  # noqa: E402
-from launches import CHIPS, Call, Launch, every_call, matrix_calls, recorded, tables_of  # noqa: E402
+from helpers.launches import CHIPS, Call, Launch, every_call, matrix_calls, recorded, tables_of  # noqa: E402
+from helpers.operators import flat  # noqa: E402
 
 from flacompose.ops._launch.chip import ADA, HOPPER, Chip, chip_of, is_here  # noqa: E402
 from flacompose.ops._recurrences.matrix import cuda as matrix  # noqa: E402

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract.graphs import op_nodes, recorded
-from ranks import BATCH, HEADS, check_sharded, on_two_ranks, placement
+from helpers.ranks import BATCH, HEADS, check_sharded, on_two_ranks, placement
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh

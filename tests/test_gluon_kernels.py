@@ -21,8 +21,8 @@ from contract.cases import NAMED, OpCase
 from contract.problems import Call, Problem, Results, call_reference, draw, evaluate
 from contract.test_pure import nan_in_new_memory  # noqa: F401
 from gluon_emulator import run
-from launches import tables_of
-from unregistered import launched
+from helpers.launches import tables_of
+from helpers.unregistered import launched
 
 from flacompose.ops._launch import sequences
 from flacompose.ops._launch.chip import AMPERE, HOPPER, Chip

@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton")
 
-from cycles import in_cycles
-from families import flat
-from launches import Launch, matrix_calls, other_calls, recorded, tables_of
+from helpers.launches import Launch, matrix_calls, other_calls, recorded, tables_of
+from helpers.operators import flat
+from helpers.reference_cycles import in_cycles
 
 from flacompose.ops import chunk_delta_rule, chunk_gsa, fused_recurrent_delta_rule, fused_recurrent_gsa
 from flacompose.ops._launch import hopper

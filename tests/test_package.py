@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import operator, part
+from helpers.operators import operator, part
 
 import flacompose
 

@@ -20,7 +20,7 @@ from torch._dynamo.testing import CompileCounter
 from flacompose import layers, models, ops
 from flacompose._peer import ORDERS
 
-PEER = json.loads((Path(__file__).parent / "peer_names.json").read_text(encoding="utf-8"))
+PEER = json.loads((Path(__file__).parent / "helpers" / "peer_names.json").read_text(encoding="utf-8"))
 ARGUMENTS = {name: arguments.split() for name, arguments in PEER["arguments"].items()}
 FUNCTIONS = [name for name in ARGUMENTS if "." not in name]
 

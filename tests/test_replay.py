@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from families import flat, signature_of
+from helpers.operators import flat, signature_of
 from torch import Tensor
 from torch._C import _AutoDispatchBelowAutograd
 from torch._ops import OpOverload

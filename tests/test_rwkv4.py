@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from contract.accuracy import error
-from ranks import check_sharded, on_two_ranks
+from helpers.ranks import check_sharded, on_two_ranks
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh

@@ -13,7 +13,7 @@ from contract.cases import SELECTIVE, SELECTIVE_GROUPS, OpCase, every
 from contract.graphs import op_nodes, recorded
 from contract.problems import call, call_reference, draw, evaluate, named
 from contract.recurrences import mamba, mamba1
-from families import flat
+from helpers.operators import flat
 from torch import Tensor, nn
 from torch.export import Dim, export
 from torch.utils._python_dispatch import TorchDispatchMode

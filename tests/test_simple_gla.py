@@ -6,7 +6,7 @@ import pytest
 import torch
 from contract.cases import NAMED
 from contract.problems import draw
-from ranks import check_sharded, on_two_ranks
+from helpers.ranks import check_sharded, on_two_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing import assert_close

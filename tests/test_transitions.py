@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from contract.graphs import op_nodes
-from families import CHOICES, PACKAGES, axes, operator, part, reference
+from helpers.operators import CHOICES, PACKAGES, axes, operator, part, reference
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 

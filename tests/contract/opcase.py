@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from families import axes as axes_of
-from families import operator, part, reference
+from helpers.operators import axes as axes_of
+from helpers.operators import operator, part, reference
 from torch import Tensor
 
 Axes = tuple[str, ...]

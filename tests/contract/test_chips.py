@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from launches import CHIPS, tables_of
+from helpers.launches import CHIPS, tables_of
 
 from flacompose.ops._launch.chip import Chip, chip_of
 from flacompose.ops._launch.replay import Replay

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch._dynamo
-from ranks import BATCH, HEADS, check_sharded, on_two_ranks, placement
+from helpers.ranks import BATCH, HEADS, check_sharded, on_two_ranks, placement
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 

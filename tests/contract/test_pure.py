@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from cycles import in_cycles
-from families import flat, part
+from helpers.operators import flat, part
+from helpers.reference_cycles import in_cycles
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 

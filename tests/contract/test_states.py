@@ -12,8 +12,8 @@ import numpy
 import pytest
 import torch
 import torch._dynamo
-from families import operator
-from ranks import BATCH, HEADS, check_sharded, on_two_ranks, placement
+from helpers.operators import operator
+from helpers.ranks import BATCH, HEADS, check_sharded, on_two_ranks, placement
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from contract.problems import Problem, Results, draw, evaluate
 from contract.recurrences import CASES
+from helpers.ranks import on_ranks
 from layers.truth import EVERY, build, tensors
-from ranks import on_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.ranks import on_two_ranks
 from layers.truth import EVERY, build, tensors
-from ranks import on_two_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.unregistered import launch_of
 from test_cumulative_angle import assert_right
-from unregistered import launch_of
 
 from flacompose.ops._recurrences.elementwise.cumulative_angle import cuda, op
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.unregistered import launch_of
 from test_gated_skip import GIVEN, assert_right
-from unregistered import launch_of
 
 from flacompose.ops._recurrences.fused.gated_skip import cuda
 from flacompose.ops._recurrences.fused.gated_skip.inputs import SIGNATURE

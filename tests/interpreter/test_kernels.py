@@ -19,10 +19,10 @@ from contract.cases import CASES as ALL_CASES
 from contract.cases import GATES_ON_BOTH_AXES, KEY_READS_BEFORE, OpCase, each_softmax, every
 from contract.problems import Problem, call_reference, draw, evaluate, permuted, side_by_side
 from contract.test_pure import head_first
-from families import flat, part
-from launches import tables_of
+from helpers.launches import tables_of
+from helpers.operators import flat, part
+from helpers.unregistered import launched
 from torch import Tensor
-from unregistered import launched
 
 from flacompose.ops._launch import sequences
 from flacompose.ops._launch.chip import ADA

@@ -8,7 +8,7 @@ from contract.accuracy import VALUES, assert_accurate, error
 from contract.cases import MAMBA3
 from contract.problems import Problem, draw, evaluate
 from contract.problems import call as public
-from families import flat
+from helpers.operators import flat
 from test_mamba3 import inputs_of_a_token
 
 from flacompose.ops._recurrences.fused.mamba3 import cuda, eager, op

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.unregistered import launch_of
 from test_normalizer import assert_right
-from unregistered import launch_of
 
 from flacompose.ops._recurrences.fused.normalizer import cuda, op
 

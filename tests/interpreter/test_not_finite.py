@@ -7,7 +7,7 @@ import torch
 from contract.cases import CASES, OpCase, every
 from contract.problems import call_reference, draw
 from contract.test_not_finite import check
-from unregistered import launched
+from helpers.unregistered import launched
 
 from .test_kernels import CPU, forward_alone
 

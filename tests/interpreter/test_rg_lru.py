@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from families import flat
+from helpers.operators import flat
 from torch import Tensor
 
 from flacompose.ops._launch import sequences

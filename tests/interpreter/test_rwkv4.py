@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from contract.problems import permuted, tokens_last
-from families import flat
+from helpers.operators import flat
+from helpers.unregistered import launch_of
 from test_rwkv4 import assert_right, draw
 from torch import Tensor
-from unregistered import launch_of
 
 from flacompose.ops._launch import sequences
 from flacompose.ops._recurrences.elementwise.rwkv4 import cuda, op

@@ -11,7 +11,7 @@ from contract.accuracy import assert_equal
 from contract.cases import SELECTIVE, SELECTIVE_GROUPS, OpCase, every
 from contract.problems import draw, evaluate, permuted, tokens_last
 from contract.test_not_finite import check as check_reach
-from unregistered import launched
+from helpers.unregistered import launched
 
 from flacompose.ops._launch import sequences
 from flacompose.ops._recurrences.elementwise.selective_scan import cuda

@@ -10,10 +10,10 @@ import torch
 from contract.accuracy import assert_equal
 from contract.cases import NAMED, OpCase, every
 from contract.problems import draw, evaluate, permuted
-from families import flat
+from helpers.operators import flat
+from helpers.unregistered import launch_of, launched
 from torch import Tensor
 from triton.runtime import interpreter
-from unregistered import launch_of, launched
 
 from flacompose.ops._recurrences.short_conv import cuda
 from flacompose.ops._recurrences.short_conv.inputs import Inputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import flat
+from helpers.operators import flat
 from test_stabilizer import assert_right, draw
 
 from flacompose.ops._recurrences.elementwise.stabilizer import cuda

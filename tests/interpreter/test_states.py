@@ -8,9 +8,9 @@ from contract.accuracy import FIXED, VALUES, assert_close
 from contract.cases import OpCase, every
 from contract.problems import Problem, draw
 from contract.states import WITH_STATES, by_calls, with_states
-from families import flat, part
+from helpers.operators import flat, part
+from helpers.unregistered import launch_one_token
 from torch import Tensor
-from unregistered import launch_one_token
 
 from .test_kernels import CPU
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import flat, part
+from helpers.operators import flat, part
 from test_transitions import CASES, MATRICES, Case, drawn, packed
 
 from flacompose.ops._launch import sequences

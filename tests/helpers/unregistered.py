@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from contract.problems import Problem, call
-from families import flat, part
 from torch import Tensor
+
+from helpers.operators import flat, part
 
 
 class Launched(torch.autograd.Function):

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from families import flat
 from torch import Tensor
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
@@ -35,6 +34,7 @@ from flacompose.ops._recurrences.fused.rotary import cuda as rotation
 from flacompose.ops._recurrences.matrix import cuda as matrix
 from flacompose.ops._recurrences.matrix.inputs import SIGNATURE, Inputs
 from flacompose.ops._recurrences.short_conv import cuda as short_conv
+from helpers.operators import flat
 
 TYPES = {
     torch.bfloat16: "*bf16",

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def run_example(name: str, *options: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""``python tests/fit.py``: every launch compiles for every GPU, and fits in the memory that a program may have there.
+"""``python tests/helpers/fit.py``: every launch compiles for every GPU, and fits in what memory a program may have.
 
 None of the GPUs has to be here. It prints what does not fit, and then exits with 1. All takes hours of processor time,
 shared out among processes; Triton's cache keeps what is done. A part is named by options.
@@ -14,11 +14,12 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from launches import CHIPS, DTYPES, SIZES, Launch, every_call, recorded, tables_of
 from tqdm import tqdm
+
+from helpers.launches import CHIPS, DTYPES, SIZES, Launch, every_call, recorded, tables_of
 
 Job = tuple[Launch, int, str]
 

@@ -1,4 +1,4 @@
-"""``python tests/narrow_tiles.py``: tiles that Triton compiles wrongly on the GPU that is here.
+"""``python tests/helpers/narrow_tiles.py``: tiles that Triton compiles wrongly on the GPU that is here.
 
 Triton 3.6 miscompiles tiles in bfloat16 that are narrower than the shipped ones on Hopper. This runs such tiles, each
 in a process of its own, since some crash, and compares values and all gradients with the float64 reference. It prints
@@ -13,14 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # A file's function of a configuration, the names of its tiles, the widths that are tried, and an entry that uses it.
 PLACES = [
-    ("channel_decay.cuda", "gated_config", ("BD1", "BD2"), (16, 32, 64), "chunk_gla"),
-    ("channel_decay.cuda", "gated_config", ("BD1", "BD2"), (32, 64), "bonus-chunk-gk-gv"),
-    ("channel_decay.cuda", "plain_config", ("BD1", "BD2"), (16, 32, 64), "chunk_gla"),
-    ("channel_decay.cuda", "state_config", ("BK", "BV"), (16, 32, 64), "chunk_gla"),
-    ("channel_decay.cuda", "score_config", ("BD",), (16, 32), "chunk_gla"),
+    ("channel_decay.plan", "gated_config", ("BD1", "BD2"), (16, 32, 64), "chunk_gla"),
+    ("channel_decay.plan", "gated_config", ("BD1", "BD2"), (32, 64), "bonus-chunk-gk-gv"),
+    ("channel_decay.plan", "plain_config", ("BD1", "BD2"), (16, 32, 64), "chunk_gla"),
+    ("channel_decay.plan", "state_config", ("BK", "BV"), (16, 32, 64), "chunk_gla"),
+    ("channel_decay.plan", "score_config", ("BD",), (16, 32), "chunk_gla"),
     ("delta_rule.plan", "channel_gradient_config", ("BK", "BV"), (16, 32, 64), "chunk_kda"),
     ("delta_rule.plan", "gradient_config", ("BK", "BV"), (16, 32, 64), "chunk_gated_delta_rule"),
     ("delta_rule.plan", "product_gradient_config", ("BV",), (16, 32), "chunk_kda"),

@@ -1,4 +1,4 @@
-"""``python tests/breaks.py``: lines of the package are broken, one at a time, and the tests that guard each must fail.
+"""``python tests/helpers/mutations.py``: lines of the package are broken, one at a time, and the tests that guard each must fail.
 
 Each break is made in a copy of the checkout, where the named tests then run until the first that fails. It prints a line
 for each, and exits with 1 if one was not seen, or if its line is gone: then the list below is to be brought up to date.
@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 class Break(NamedTuple):

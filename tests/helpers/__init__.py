@@ -1,0 +1,1 @@
+"""What several tests need, and the programs that are no part of ``make test``."""
