@@ -49,10 +49,7 @@ LARGEST = [
         (86,),
     ),
     (("head_decay g", "head_decay_gradient_kernel", BFLOAT16, 128, 128, {"C": 128}), (80, 120)),
-    (
-        ("head_decay g beta", "head_decay_gradient_kernel", BFLOAT16, 128, 64, {"SHARED": True}),
-        (80, 86, 90, 100, 120),
-    ),
+    (("ssd D z", "head_decay_gradient_kernel", BFLOAT16, 128, 64, {"SHARED": True}), (80, 86, 90, 100, 120)),
     (("delta_rule ", "delta_state_passing_kernel", BFLOAT16, 256, 64, {}), (100,)),
     (("delta_rule g", "delta_both_directions_kernel", BFLOAT16, 256, 64, {}), (90, 100)),
     (("delta_rule gk", "delta_both_directions_kernel", BFLOAT16, 128, 128, {}), (80, 86, 120)),

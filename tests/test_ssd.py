@@ -16,10 +16,17 @@ from contract.graphs import op_nodes, other_ops, recorded
 from contract.problems import call, call_reference, evaluate, named
 from contract.recurrences import mamba
 from contract.recurrences import ssd as reference
+from helpers import ranks
+from helpers.ranks import check_sharded, on_two_ranks, placement
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.export import Dim, export
+from torch.testing import assert_close
 
-from flacompose.ops import mamba_chunk_scan_combined, selective_state_update
+from flacompose.ops import mamba_chunk_scan_combined, selective_state_update, ssd
+from flacompose.ops._recurrences.fused.ssd import op
+from flacompose.ops._recurrences.fused.ssd.op import SIGNATURE, operator
 from flacompose.ops._recurrences.matrix import op as matrix
 
 INF = float("inf")
@@ -87,7 +94,7 @@ def test_values_and_gradients(
     assert call(problem)[1].is_contiguous()
 
 
-def test_extremes(device: torch.device) -> None:
+def assert_extremes_right(device: torch.device) -> None:
     """At rates of -inf a time step above 1e-36 forgets all and one of 0 nothing; such a rate has no gradient, and gives
     the steps none; nor do rates below -1e31. Nor has a gate that leaves nothing. Time steps far from 0 are
     precise."""
@@ -120,6 +127,13 @@ def test_extremes(device: torch.device) -> None:
     for dt in (-103.0, -95.0, -88.0):
         tensors["dt"][:, 1::2] = dt  # and here is nearly 0
         assert all(x.isfinite().all() for x in evaluate(problem.with_tensors(dt=tensors["dt"])).values())
+
+
+@pytest.mark.parametrize("form", ["composed", "operator"])
+def test_extremes(form: str, device: torch.device, request: pytest.FixtureRequest) -> None:
+    if form == "operator":
+        request.getfixturevalue("of_operator")
+    assert_extremes_right(device)
 
 
 def test_gates_that_leave_nothing_have_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +180,126 @@ def test_negative_time_steps_are_clamped_to_0(device: torch.device) -> None:
     assert (tensors["dt"] < 0).any()
     expected = scan(**{**arguments, "dt": tensors["dt"].relu()})
     assert torch.equal(scan(**arguments), expected)
+
+
+FORMS = ["plain", "limits", "D", "z", "all"]
+
+
+def assert_right(given: str, packed: bool, device: torch.device, **sizes: int) -> None:
+    """The scan and its gradients are those of the recurrence, also a gradient made alone, and tokens in no sequence
+    have zeros, whatever they hold."""
+    options, names = OPTIONS[given]
+    axes = {name: SSD.inputs[name] for name in names if name in SSD.inputs}
+    axes |= {"D": ("HV", "V")} if given == "D" else {}
+    tail = {"lengths": [30, 0, 1, 69], "tail": 3} if packed else {}
+    # Of these numbers no gradient of a rate is a small difference of large sums.
+    problem = drawn(case_of(**options, **axes), device, state=given == "all", seed=1, **sizes, **tail)
+    if packed:
+        for x in (problem.do, *(x for x in problem.tensors.values() if x.dim() > 2 and len(x) == 1)):
+            x[:, -3:] = torch.nan
+    results = evaluate(problem)
+    assert_accurate(problem, results)
+    for name, x in problem.tensors.items() if given == "all" and not packed else ():
+        leaf = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(
+            call(problem, **{name: leaf}), leaf, [problem.do, problem.d_final_state]
+        )
+        assert error(gradient, results[f"d{name}"]) <= 1e-5, name
+
+
+@pytest.fixture
+def of_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scan is the operator that CUDA has for all of it."""
+    monkeypatch.setattr(ssd, "ssd", lambda inputs: operator(*inputs))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("given", FORMS)
+@pytest.mark.usefixtures("of_operator")
+def test_the_operator(given: str, packed: bool, device: torch.device) -> None:
+    assert_right(given, packed, device)
+
+
+def few(device: torch.device, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """The tensors of the operator but for `cu_seqlens`, of one row."""
+    tensors = draw(device, dtype=dtype, matrix=True, B=1, T=5)
+    tensors["initial_states"] = tensors["initial_states"].mT
+    names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
+    return tuple(tensors[name].to(dtype).requires_grad_() for name in names)
+
+
+def test_the_operator_is_a_good_one(device: torch.device) -> None:
+    """Also under `vmap`, and in its second derivatives."""
+    tensors, rest = few(device), (None, True, 0.0, INF)
+    torch.library.opcheck(operator, (*few(device, torch.float32), *rest))
+    torch.library.opcheck(operator, (*tensors, torch.tensor([0, 5], device=device), *rest[1:]))
+    assert torch.autograd.gradgradcheck(lambda *x: operator(*x, *rest), tensors, fast_mode=True)
+    pairs = [torch.stack([x, 2 * x]) for x in tensors]
+    mapped = torch.func.vmap(lambda *x: operator(*x, *rest))(*pairs)
+    for i in range(2):
+        alone = operator(*(x[i] for x in pairs), *rest)
+        assert_close([x[i] for x in mapped], list(alone))
+
+
+def check_ranks(mesh: DeviceMesh) -> None:
+    axes, tensors = SIGNATURE.axes, few(torch.device("cpu"))
+    rows = {name for name in axes if axes[name].startswith(("B", "N"))}
+    tensors = [torch.cat([x, x]).detach() if n in rows else x.detach() for n, x in zip(axes, tensors)]
+    for split in (ranks.BATCH, ranks.HEADS):
+        placements = [placement(axes[name].split(), split) for name in SIGNATURE.differentiable]
+        outputs = check_sharded(mesh, lambda *x: operator(*x, None, True, 0.0, INF), tensors, placements)
+        assert outputs == [placement(axes[name].split(), split) for name in ("o", "final_state")]
+
+
+def test_distributed() -> None:
+    on_two_ranks(check_ranks)
+
+
+def test_who_calls_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA, where no rank has a part of the tokens: exported graphs have that of head decay."""
+
+    class Module(nn.Module):
+        def forward(self, *args: Tensor) -> Tensor:
+            return mamba_chunk_scan_combined(*args[:5], 64, *args[5:8])
+
+    def called(tensors: tuple[Tensor, ...], graph: bool = False) -> list[str]:
+        with FakeTensorMode(allow_non_fake_inputs=True):  # no GPU is needed to trace for one
+            args = tuple(torch.empty_like(x, device="cuda") for x in tensors[:8])
+            if graph:
+                return op_nodes(torch.export.export(Module(), args).graph_module)
+            with recorded() as calls:
+                Module()(*args)
+            return [op._opname for op, *_ in calls]
+
+    given = few(torch.device("cpu"), torch.float32)
+    assert called(given) == ["ssd_forward"]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "_is_compiling_flag", True)
+        assert called(given) == ["ssd_forward"]
+    composed = ["matrix_recurrence_chunk", "gated_skip_forward"]
+    wide = (*given[:3], *(x.repeat(1, 1, 1, 60) for x in given[3:5]), *given[5:])
+    assert called(wide) == called(few(torch.device("cpu"))) == composed
+    with monkeypatch.context() as patch:
+        patch.setattr(op, "autocast_dtype", lambda device: torch.bfloat16)
+        assert called(given) == composed
+    with monkeypatch.context() as patch:
+        patch.setattr(op, "sharing", lambda: True)
+        patch.setattr(op.eager, "composed", lambda inputs, *_: (inputs.x, inputs.x))
+        assert called(given) == []
+    assert called(given, graph=True) == ["flacompose::matrix_recurrence_chunk"]
+
+
+def test_heads_of_any_size_in_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the operator does not take are computed in parts."""
+    draws = ((1, 3, 1, 5), (1, 3, 2, 600), (1, 3, 2), (2,), (2, 1))
+    C, x, dt, A, D = (torch.rand(shape, dtype=torch.float64) for shape in draws)
+    options = {"initial_state": None, "output_final_state": True, "cu_seqlens": None}
+    expected = op.ssd(op.Inputs(x, dt, -A, C, C, D, x))
+    monkeypatch.setattr(ssd, "ssd", lambda inputs: inputs)
+    assert_close(ssd.chunk_ssd(C, C, x, dt, -A, D, x, **options), expected)
+    assert ssd.chunk_ssd(C, C, x[..., :6], dt, -A, D, x[..., :6], **options).x.shape[-1] == 6
+    with pytest.raises(TypeError, match="unexpected keyword argument 'output_states'"):
+        ssd.chunk_ssd(C, C, x[..., :6], dt, -A, D, None, output_states=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -19,11 +19,10 @@ from flacompose.layers.norm import RMSNorm, rms_norm
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.state import RecurrentState, StateShapes
-from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
 from flacompose.ops._tensors.dtensor import flatten, split
 from flacompose.ops._tensors.dtype import upcast
 from flacompose.ops._tensors.gates import time_step
-from flacompose.ops.ssd import check_dt_limit, ssd
+from flacompose.ops.ssd import check_dt_limit, chunk_ssd, recurrent_ssd
 
 
 class Mamba2(RecurrentLayer):
@@ -180,8 +179,8 @@ class Mamba2(RecurrentLayer):
         gated_here = self.norm is not None and not gated_after and x.dtype == torch.float16
         gate = None if gated_after or gated_here else in_heads(z, H)
 
-        scan = self._wide_op(chunk_simple_gla, fused_recurrent_simple_gla, u, past.recurrent, tokens)
-        o, recurrent = ssd(scan, C, B, x, dt, A, self.D.reshape(H, -1), gate, tokens.cu_seqlens)
+        ssd = self._op(chunk_ssd, recurrent_ssd, u, past.recurrent, tokens)
+        o, recurrent = ssd(C, B, x, dt, A, self.D.reshape(H, -1), gate)
         o = o.flatten(-2)
         if gated_here:
             o = upcast(o) * F.silu(upcast(z))

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from math import inf
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose._errors import TypeError, ValueError
 from flacompose.ops._arguments import require
-from flacompose.ops._arguments.large_heads import Op
+from flacompose.ops._arguments.large_heads import Op, by_values, fits
 from flacompose.ops._operators.checked import check_steps, check_values, checking
 from flacompose.ops._recurrences.fused.gated_skip.op import gated_skip
+from flacompose.ops._recurrences.fused.ssd.inputs import Inputs
+from flacompose.ops._recurrences.fused.ssd.op import ssd
 from flacompose.ops._tensors.dtype import upcast
 from flacompose.ops._tensors.gates import bounded, log_decay, time_step
-from flacompose.ops._tensors.packed import without_tail
-from flacompose.ops.simple_gla import chunk_simple_gla
+from flacompose.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
 
 def mamba_chunk_scan_combined(
@@ -99,18 +101,16 @@ def mamba_chunk_scan_combined(
     if checking():
         values = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
         check_values(values | {"initial_states": initial_states}, cu_seqlens, gates=("A",), lowest=("dt",))
+    if initial_states is not None:
+        initial_states = initial_states.mT
 
     D = D if D is None or D.dim() == 2 else D.unsqueeze(-1)
     dt_bias = None if dt_bias is None else dt_bias.reshape(H)
-    # A token in no sequence may hold any number. With 0 it adds nothing to the gradients of A and dt_bias.
-    (dt,) = without_tail(cu_seqlens, dt)
-    dt = time_step(dt, dt_bias, dt_softplus, x, dt_limit)
-    states = None if initial_states is None else initial_states.mT
-    scan = partial(
-        chunk_simple_gla, initial_state=states, output_final_state=return_final_states, cu_seqlens=cu_seqlens
+    inputs = Inputs(
+        x, dt, A, B, C, D, z, dt_bias, initial_states, cu_seqlens, dt_softplus, *map(float, dt_limit)
     )
-    y, states = ssd(scan, C, B, x, dt, upcast(A, x), D, z, cu_seqlens)
-    return y if states is None else (y, states.mT.contiguous())
+    y, states = ssd(inputs)
+    return (y, states.mT.contiguous()) if return_final_states else y
 
 
 def selective_state_update(
@@ -206,22 +206,60 @@ def selective_state_update(
     return y.to(x.dtype), new.to(state.dtype)
 
 
-def ssd(
-    scan: Op,
+def chunk_ssd(
     C: Tensor,
     B: Tensor,
     x: Tensor,
     dt: Tensor,
     A: Tensor,
-    D: Tensor | None,
+    D: Tensor,
     z: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """The output and the states of `scan`, a form of simple GLA, with Mamba-2's decays, skip and gate.
+    initial_state: Tensor | None = None,
+    output_final_state: Literal[True] = True,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The layer's scan: time steps are ready, heads have any size, states are ``[N, H, S, P]``.
 
-    The time steps `dt` are ready, like the rates `A` in float32 or float64; `D` is ``[H, 1]`` or ``[H, P]``.
+    Layers always need the states. If a head does not fit in the operator, `chunk_simple_gla` computes the
+    scan.
     """
-    y, states = scan(C, B, x, bounded(log_decay(dt, A)), scale=1.0, beta=dt)
+    if not fits(x):
+        return _composed(chunk_simple_gla, C, B, x, dt, A, D, z, initial_state, cu_seqlens)
+    return ssd(Inputs(x, dt, A, B, C, D, z, None, initial_state, cu_seqlens, False, 0.0, inf))
+
+
+def recurrent_ssd(
+    C: Tensor,
+    B: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    D: Tensor,
+    z: Tensor | None,
+    initial_state: Tensor | None = None,
+    output_final_state: Literal[True] = True,
+    cu_seqlens: Tensor | None = None,
+    output_states: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`chunk_ssd` token by token; `output_states` as in `fused_recurrent_simple_gla`."""
+    op = partial(fused_recurrent_simple_gla, output_states=output_states)
+    return _composed(op, C, B, x, dt, A, D, z, initial_state, cu_seqlens)
+
+
+def _composed(
+    op: Op,
+    C: Tensor,
+    B: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    D: Tensor,
+    z: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    g, options = bounded(log_decay(dt, A)), {"output_final_state": True, "cu_seqlens": cu_seqlens}
+    y, states = by_values(op, initial_state, C, B, x, g, scale=1.0, beta=dt, **options)
     return gated_skip(y, x, D, None, z, cu_seqlens), states
 
 

@@ -31,6 +31,7 @@ from flacompose.ops._recurrences.fused.mamba3 import cuda as mamba3
 from flacompose.ops._recurrences.fused.mlstm import cuda as mlstm
 from flacompose.ops._recurrences.fused.normalizer import cuda as normalizer
 from flacompose.ops._recurrences.fused.rotary import cuda as rotation
+from flacompose.ops._recurrences.fused.ssd import cuda as ssd
 from flacompose.ops._recurrences.matrix import cuda as matrix
 from flacompose.ops._recurrences.matrix.inputs import SIGNATURE, Inputs
 from flacompose.ops._recurrences.short_conv import cuda as short_conv
@@ -278,6 +279,13 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
             given |= {x: y for x, y in (("g", g), ("g_gamma", new(HV)), ("beta", beta)) if x in gates.split()}
             masks = "q", "k", "v", "q k v", "g"
             yield from _calls_of_matrix(f"head_decay {gates} groups={groups} {at}", masks, states, **given)
+        for options in ("", "D z dt_bias", "D") if K <= 256 else ():
+            D, z, bias = (x if name in options else None for name, x in (("D", g), ("z", v), ("dt_bias", g)))
+            D, bias = (None if x is None else new(HV, *E) for x, E in ((D, (1,)), (bias, ())))
+            args = v, g, new(HV), q, k, D, z, bias, states, cu_seqlens, bias is not None, 0.0, 1.0
+            masks = _masks("x dt A B C D z dt_bias initial_state", "x B C", "dt", "z", "D")
+            masks = [[want and x is not None for want, x in zip(mask, args)] for mask in masks]
+            yield from _calls(f"ssd {options} groups={groups} {at}", ssd, args, v, filter(any, masks), states)
         if groups > 2:
             continue
         args = q, k, v, g, beta, g, new(N, HV, K), cu_seqlens, 1.0, 0.0

@@ -26,6 +26,17 @@ ACROSS = tl.constexpr(3)
 BETWEEN = tl.constexpr(4)
 
 
+@triton.jit
+def store_sums(g, sums, rest, at, mask):
+    """The running sums of ``g [C, heads]`` as base-2 logarithms, in two parts if `rest` is given."""
+    g *= LOG2_E
+    if rest is not None:
+        high = tl.floor(g * 512.0) / 512.0
+        tl.store(rest + at, tl.cumsum(g - high, 0), mask=mask)
+        g = high
+    tl.store(sums + at, tl.cumsum(g, 0), mask=mask)
+
+
 @triton.jit(do_not_specialize=["T", "N", "H"])
 def head_gate_sum_kernel(
     g,  # [tokens, H]
@@ -58,13 +69,7 @@ def head_gate_sum_kernel(
     if gamma is not None:
         gamma_ = tl.load(gamma + h, mask=h < H, other=0.0).to(tl.float32)
         g_ += tl.where(mask, gamma_[None, :], 0.0)
-    g_ = bounded(g_) * LOG2_E
-    at = (row * H + h)[None, :] * C + t[:, None]
-    if rest is not None:
-        high = tl.floor(g_ * 512.0) / 512.0
-        tl.store(rest + at, tl.cumsum(g_ - high, 0), mask=in_h)
-        g_ = high
-    tl.store(sums + at, tl.cumsum(g_, 0), mask=in_h)
+    store_sums(bounded(g_), sums, rest, (row * H + h)[None, :] * C + t[:, None], in_h)
 
 
 @triton.jit(do_not_specialize=["T", "N", "H", "scale"])

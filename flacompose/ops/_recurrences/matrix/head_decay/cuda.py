@@ -30,6 +30,7 @@ from flacompose.ops._recurrences.matrix.gates_of_heads import head_gate_gradient
 from flacompose.ops._recurrences.matrix.head_decay import plan
 from flacompose.ops._recurrences.matrix.head_decay.gradients import Made, Vectors, head_decay_gradient_kernel
 from flacompose.ops._recurrences.matrix.head_decay.kernels import (
+    Around,
     Gates,
     Operands,
     States,
@@ -134,7 +135,10 @@ class Launches(MatrixSequences):
         if g is None and not self.gradient_of_gates:
             self.gates = Gates(gamma)
         else:
-            self.gates = Gates(None, *sum_gates(self, operand(g), gamma))
+            self.gates = Gates(None, *self.sum_gates(operand(g), gamma))
+
+    def sum_gates(self, g: Tensor | None, gamma: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return sum_gates(self, g, gamma)
 
     def config(self, transpose: bool) -> dict[str, int]:
         axes = self.axes(transpose)
@@ -180,6 +184,7 @@ class Launches(MatrixSequences):
         transpose: bool = False,
         reverse: bool = False,
         out: Tensor | None = None,
+        around: Around | None = None,
         **states: Tensor | None,
     ) -> None:
         """Launch `head_decay_state_passing_kernel`; with `transpose`, `b` has the size of values and `x` that of keys.
@@ -192,6 +197,7 @@ class Launches(MatrixSequences):
             "operands": Operands(a, b, x, self.beta),
             "gates": self.gates,
             "states": States(**states),
+            "around": Around() if around is None else around,
             "axes": self.axes(transpose),
             "HA": b.shape[2],
             "HX": x.shape[2],
@@ -266,16 +272,18 @@ class Launches(MatrixSequences):
 def sum_gates(
     sequences: MatrixSequences, g: Tensor | None, gamma: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The running sums of gates within each chunk, ``[chunks, H, C]``: for float32 products two, to be added.
-
-    Sums over 64 tokens are precise enough for products in bfloat16.
-    """
+    """The running sums of gates within each chunk, ``[chunks, H, C]``: for float32 products two, to be added."""
     H, C = sequences.H, sequences.C
-    sums = sequences.per_chunk(H, C)
-    rest = None if sequences.bfloat16 and C <= 64 else sequences.per_chunk(H, C)
+    sums, rest = running_sums(sequences)
     grid = (sequences.chunks, tile_count(H, BH))
     launch(head_gate_sum_kernel, grid, g, gamma, sums, rest, **sequences.positions, H=H, C=C, BH=BH)
     return sums, rest
+
+
+def running_sums(sequences: MatrixSequences) -> tuple[Tensor, Tensor | None]:
+    """Memory for the running sums of gates. Sums over 64 tokens are precise enough for products in bfloat16."""
+    H, C = sequences.H, sequences.C
+    return sequences.per_chunk(H, C), None if sequences.bfloat16 and C <= 64 else sequences.per_chunk(H, C)
 
 
 def gate_gradient(

@@ -53,6 +53,20 @@ class States(NamedTuple):
     sum_g: Any = None  # [SEGMENTS, N, H], the sum of each segment's gates
 
 
+class Around(NamedTuple):
+    """The operations around a scan of Mamba-2, absent elsewhere: see `_recurrences/fused/ssd`."""
+
+    skip: Any = None  # [H, E], the weight with which `x` is added to the outputs
+    E: Any = None  # D2, or 1 for one weight per head
+    step: Any = None  # the stride of values in `skip`, 0 for one weight per head
+    z: Any = None  # [tokens, H, D2], the gate of the sum, before silu
+    z_token: Any = None  # the number of elements from one token of `z` to the next
+    do: Any = None  # [tokens, H, D2], the gradient of the gated sum: `dy`, `dz`, `d_skip` then replace `out`
+    dy: Any = None  # [tokens, H, D2], the gradient of the sum
+    dz: Any = None  # [tokens, H, D2]
+    d_skip: Any = None  # [SEGMENTS, N, H, D2]
+
+
 @triton.jit
 def _part(first, d2, D1, D2, stride1, stride2, BP: tl.constexpr):
     """The numbers of `BP` rows of a state from `first` on, and offsets and mask of ``[d2, rows]``."""
@@ -102,6 +116,7 @@ def head_decay_state_passing_kernel(
     operands,  # `Operands`
     gates,  # `Gates`
     states,  # `States`, each of which may be None
+    around,  # `Around`, likewise
     partial,  # [tokens, H, D2], added to `out`: the sum over the tiles of `D1` before `first_tile`
     out,  # [tokens, TILES, H, D2], the sums over each tile
     cu_seqlens,
@@ -130,9 +145,10 @@ def head_decay_state_passing_kernel(
     ``out_t = beta_t scale * S^T a_t``.
 
     One program has one segment of one sequence, and a tile of its state. It starts at zero if `initial` is
-    absent, and stores `out` and the other `states`, if given. It proceeds in chunks of `C` tokens, one
-    or more of which form a chunk of `CS`. With `FINE`, the update of the state is a product in two parts,
-    which keeps more digits: the gradient of `gamma` is a sum over all tokens, whose terms nearly cancel.
+    absent, and stores `out` and the other `states`, if given, and with `do` those of `dy`, `dz` and `d_skip`.
+    It proceeds in chunks of `C` tokens, one or more of which form a chunk of `CS`. With `FINE`, the update of
+    the state is a product in two parts, which keeps more digits: the gradient of `gamma` is a sum over all
+    tokens, whose terms nearly cancel.
 
     The tile is held transposed, as the left factor of products, which stays in registers, and as a tuple of
     parts of `BP` rows, so that the registers hold one part at a time in the dtype of products.
@@ -140,10 +156,11 @@ def head_decay_state_passing_kernel(
     a, b, x, beta = operands
     gamma, sums, rest = gates
     initial, before, ends, final, sum_g = states
+    skip, E, step, z, z_token, do, dy, dz, d_skip = around
     D1: tl.constexpr = axes.D1
     D2: tl.constexpr = axes.D2
     GATED: tl.constexpr = gamma is not None or sums is not None
-    READS: tl.constexpr = out is not None
+    READS: tl.constexpr = out is not None or dz is not None
     PARTS: tl.constexpr = BD1 // BP
     scale = in_float32(scale)
     tile, segment, nh = split_program(TILES * ((D2 + BD2 - 1) // BD2), SEGMENTS)
@@ -176,6 +193,10 @@ def head_decay_state_passing_kernel(
                 S_ /= unit
         S += (S_,)
     total_g = tl.zeros([], dtype=tl.float32)
+    if skip is not None:
+        weight = tl.load(skip + h * E + d2 * step, mask=d2 < D2, other=0.0).to(tl.float32)[:, None]
+    if d_skip is not None:
+        d_weight = tl.zeros([BD2], dtype=tl.float32)
 
     t = tl.arange(0, C)
     if gamma is not None:
@@ -231,6 +252,13 @@ def head_decay_state_passing_kernel(
         at_x = (start * HX + hx) * D2 + t[None, :] * (HX * D2) + d2[:, None]
         in_out = (t < remaining)[None, :] & (d2 < D2)[:, None]
         x_ = tl.load(x + at_x, mask=in_out, other=0.0)  # [D2, tokens]
+        # Loaded while the output is computed.
+        if z is not None:
+            z_ = tl.load(
+                z + start * z_token + t[None, :] * z_token + h * D2 + d2[:, None], mask=in_out, other=0.0
+            )
+        if do is not None:
+            do_ = tl.load(do + at_x, mask=in_out, other=0.0)
 
         # 3. The outputs: the reads of the state, and of the tokens of the chunk.
         writers = ()
@@ -265,6 +293,24 @@ def head_decay_state_passing_kernel(
             out_ *= unit
             if partial is not None:
                 out_ += tl.load(partial + at_out, mask=in_out, other=0.0)
+            if skip is not None:
+                out_ += weight * x_.to(tl.float32)
+        if z is not None:
+            z_ = z_.to(tl.float32)
+            s = tl.sigmoid(z_)
+            if READS:
+                gated = out_ * (s * (1 + z_ * (1 - s)) if do is not None else z_ * s)
+        if do is not None:
+            dy_ = do_.to(tl.float32)
+            if dz is not None:
+                tl.store(dz + at_x, (dy_ * gated).to(dz.dtype.element_ty), mask=in_out)
+            if z is not None:
+                dy_ *= z_ * s
+                tl.store(dy + at_x, dy_.to(dy.dtype.element_ty), mask=in_out)
+            if d_skip is not None:
+                d_weight += tl.sum(dy_ * x_.to(tl.float32), 1)
+        elif READS:
+            out_ = out_ if z is None else gated
             tl.store(out + at_out, out_.to(out.dtype.element_ty), mask=in_out)
         # 4. The state after the chunk.
         weighted = x_
@@ -292,5 +338,7 @@ def head_decay_state_passing_kernel(
         elif final is not None:
             if segment == SEGMENTS - 1:
                 tl.store(final + nh * D1 * D2 + at, S_.to(final.dtype.element_ty), mask=inside)
+    if d_skip is not None:
+        tl.store(d_skip + (segment * N * H + nh) * D2 + d2, d_weight, mask=d2 < D2)
     if sum_g is not None:
         tl.store(sum_g + segment * N * H + nh, total_g / LOG2_E)
