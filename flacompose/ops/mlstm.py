@@ -166,7 +166,9 @@ def _run(
         written, least, out_dtype = (i - m_t).exp(), (-m_t).exp(), v.dtype
         if out_dtype == torch.float16:  # the numerator may be too large for it
             q, k, v = upcast(q), upcast(k), upcast(v)
-        numerator, C = form(q, k, v, g, None, written, C, cu_seqlens, scale)
+        numerator, C = form(
+            *op.Inputs(q, k, v, g, beta=written, initial_state=C, cu_seqlens=cu_seqlens, scale=scale)
+        )
         o, n = divide(q, k, numerator, g, written, least, n, cu_seqlens, scale, eps)
         o = o.to(out_dtype)
     if not output_final_state:
