@@ -294,7 +294,8 @@ product = partial(
 )  # fmt: skip
 two_keys = partial(
     entry, family="delta_rule", arguments="q k v b w g=gk", axes={"b": "B T H K", "w": "B T HV V"},
-    draws={"b": torch.sigmoid, "w": torch.sigmoid}, reference=gdn2, other_ops=None, prepared=True,
+    draws={"b": torch.sigmoid, "w": torch.sigmoid}, any_dtype=("b", "w"), not_cast=("b", "w"),
+    reference=gdn2, other_ops=None, prepared=True,
 )  # fmt: skip
 comba = partial(
     entry,

@@ -129,13 +129,14 @@ def test_what_is_compiled_without_a_mask(case: dict[str, Any], monkeypatch: pyte
 def test_gates_are_stacked(of_g: torch.dtype, compiling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the compiler makes one kernel of both, and neither is rounded for that."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-    monkeypatch.setattr(delta_rule.delta_op, "update", lambda *inputs: (inputs, None))
+    monkeypatch.setattr(delta_rule.op, "update", lambda *inputs: (inputs, None))
     q, g, beta = torch.randn(2, 1, 3, 4), torch.randn(2, 1, 3, dtype=of_g), torch.randn(2, 1, 3)
     without_state: Any = dict(
         initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None
     )
     given, _ = delta_rule.step("g", q, q, q, g, beta, **without_state)
-    found = given[3:5]
+    inputs = delta_rule.op.Inputs(*given[:-1])
+    found = inputs.beta, inputs.g
     assert all(map(torch.equal, found, (beta, g)))
     in_one = found[0].untyped_storage().data_ptr() == found[1].untyped_storage().data_ptr()
     assert in_one == (compiling and of_g == torch.float32)

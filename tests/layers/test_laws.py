@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from contract.graphs import recorded
+from helpers.operators import operator
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
@@ -461,7 +462,7 @@ def op_of(name: str, form: str) -> torch._ops.OpOverload:
         return torch.ops.flacompose.selective_scan_forward.default
     if form == "token":
         return getattr(torch.ops.flacompose, f"{name}_token").default
-    return getattr(torch.ops.flacompose, f"{FAMILIES.get(name, 'head_decay')}_{form}").default
+    return getattr(torch.ops.flacompose, f"{operator(FAMILIES.get(name, 'head_decay'))}_{form}").default
 
 
 @pytest.mark.parametrize(
@@ -484,7 +485,7 @@ def test_form(name, mode, T, form, device):
         layer(tokens_of(layer, 1, T))
     namespace = torch.ops.flacompose
     before = (
-        {namespace.stabilizer_forward, getattr(namespace, f"head_decay_{form}")}
+        {namespace.stabilizer_forward, getattr(namespace, f"matrix_recurrence_{form}")}
         if name == "mlstm" and form != "token"
         else {namespace.cumulative_angle_forward, namespace.rotary_forward}
         | ({namespace.gated_skip_forward} if name == "mamba3" and device.type == "cuda" else set())

@@ -11,8 +11,6 @@ import linecache
 from functools import cache
 from typing import Any
 
-import triton
-
 
 def without_tuples(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The kernel whose parameters are no tuples, and its arguments by name."""
@@ -36,6 +34,8 @@ def _copy(kernel: Any, fields: tuple[tuple[str, tuple[str, ...]], ...]) -> Any:
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # Triton reads it there
     functions: dict[str, Any] = {}
     exec(compile(source, file, "exec"), kernel.fn.__globals__, functions)
+    import triton  # only where kernels are: the package is imported without it too
+
     return triton.jit(functions[kernel.__name__], do_not_specialize=kernel.do_not_specialize)
 
 
