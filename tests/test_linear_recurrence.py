@@ -210,3 +210,14 @@ WORDS_REFUSED = [
 def test_what_is_refused(arguments: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         eval(f"linear_recurrence(q, k, v, {arguments})", definitions())
+
+
+@pytest.mark.parametrize(
+    "given", [{"delta_rule": True}, {"b": torch.ones(1)}], ids=["delta rule", "low rank"]
+)
+@pytest.mark.parametrize("name", ["gv", "u"])
+def test_no_scheme_ignores_an_argument(name: str, given: dict[str, Any]) -> None:
+    """Of the operator itself, which the function does not call so."""
+    x = torch.ones(1)
+    with pytest.raises(ValueError, match=f"{name} must not be given where a write erases"):
+        scheme(Inputs(x, x, x, **{name: x}, **given))

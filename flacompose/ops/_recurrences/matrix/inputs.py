@@ -9,6 +9,7 @@ from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
+from flacompose._errors import ValueError
 from flacompose.ops._operators.signature import AUTOCAST, GATE, Autocast, Dtype, Signature
 
 
@@ -57,6 +58,10 @@ def scheme(inputs: Inputs) -> str:
     channel_decay   gk, gv, u, softmax, full_precision
     head_decay                                       g, g_gamma, beta
     """
+    if inputs.delta_rule or inputs.b is not None:
+        for name in ("gv", "u"):
+            if getattr(inputs, name) is not None:
+                raise ValueError(f"{name} must not be given where a write erases: no scheme computes both")
     if inputs.b is not None:
         return "low_rank"
     if inputs.delta_rule:

@@ -1,6 +1,6 @@
 """The plan of one call of the delta rule on CUDA: the kernels of each step, and their configurations.
 
-This is the only file of the room that asks for the chip, dtypes, sizes and alignment. Forward, for each chunk the
+This is the only file of this folder that asks for the chip, dtypes, sizes and alignment. Forward, for each chunk the
 WY factors, then state passing ("read by `k`" is: without `a` and `read_before`):
 
     gates          condition                                  kernel                          file
