@@ -22,7 +22,7 @@ from torch.func import grad, jvp, vmap
 from flacompose.ops import chunk_abc, chunk_gsa, fused_recurrent_gsa
 from flacompose.ops._composed import logsumexp
 from flacompose.ops._composed.logsumexp import running_logsumexp
-from flacompose.ops._recurrences.matrix.slot_attention_reference import slot_attention
+from flacompose.ops._recurrences.fused.slot_attention.reference import slot_attention
 
 FORMS = [chunk_abc, fused_recurrent_gsa]
 each_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)

@@ -33,6 +33,8 @@ from flacompose.ops._launch.launch import launching_by
 from flacompose.ops._recurrences.elementwise.rg_lru import cuda as rg_lru
 from flacompose.ops._recurrences.elementwise.scan import cuda as scan
 from flacompose.ops._recurrences.elementwise.selective_scan import cuda as selective_scan
+from flacompose.ops._recurrences.fused.slot_attention import cuda as slot_attention
+from flacompose.ops._recurrences.fused.slot_attention.kernels import slot_attention_token_kernel
 from flacompose.ops._recurrences.matrix import cuda as matrix
 from flacompose.ops._recurrences.matrix.channel_decay import cuda as channel_decay
 from flacompose.ops._recurrences.matrix.channel_decay.kernels import (
@@ -208,6 +210,22 @@ def test_launches_at_every_length(dtype: torch.dtype, N: int | None) -> None:
             assert [guard.expr for guard in symbol.env.guards] == [], f"{call.at} {call.op}"
 
 
+def one_token_of_slots(dtype: torch.dtype, B: Any, H: int, G: int, K: int, M: int, V: int) -> tuple[Any, ...]:
+    """The arguments of the op of one token of slot attention."""
+    q, k, v, s = (torch.zeros(B, 1, H, *D, dtype=dtype) for D in ((G, K), (K,), (V,), (M,)))
+    return q, k, v, s, torch.zeros(B, 1, H, M), torch.zeros(B, H, K, M), torch.zeros(B, H, M, V), 1.0
+
+
+@pytest.mark.parametrize("G", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_one_token_of_slots_is_one_launch(dtype: torch.dtype, G: int) -> None:
+    """And nothing is copied for it."""
+    args = one_token_of_slots(dtype, 2, 3, G, 128, 64, 200)
+    ((kernel, arguments),), _ = launched(lambda: flat(slot_attention, "token")(*args))
+    assert kernel is slot_attention_token_kernel
+    assert [arguments[name] for name in kernel.arg_names[:7]] == [Is(x) for x in args[:7]]
+
+
 class Is:
     """Equal to the very same object."""
 
@@ -216,6 +234,16 @@ class Is:
 
     def __eq__(self, other: object) -> bool:
         return self.x is other
+
+
+def test_slot_attention_launches_for_every_batch() -> None:
+    symbol = Symbols()
+    with FakeTensorMode(shape_env=symbol.env):
+        B = symbol("B", 5)
+        args = one_token_of_slots(torch.float32, B, 2, 3, 16, 12, 20)
+        _, (o, final_k, final_v) = launched(lambda: flat(slot_attention, "token")(*args))
+    assert o.shape[0] == final_k.shape[0] == final_v.shape[0] == B
+    assert [guard.expr for guard in symbol.env.guards] == []
 
 
 @pytest.mark.parametrize("gates", [("gk",), ("gv",), ("gk", "gv")], ids="-".join)
@@ -770,9 +798,9 @@ QKV = [(16,)] * 3
         (fused_recurrent_delta_rule, [*QKV, ()], 1, KERNEL),
         (fused_recurrent_delta_rule, [*QKV, ()], 2, ["flacompose.matrix_recurrence_recurrent.default"]),
         (chunk_delta_rule, [*QKV, ()], 1, ["flacompose.matrix_recurrence_chunk.default"]),
-        (fused_recurrent_gsa, [*QKV, (12,), (12,)], 1, KERNEL * 2),
+        (fused_recurrent_gsa, [*QKV, (12,), (12,)], 1, KERNEL),
         pytest.param(
-            *(fused_recurrent_gsa, [*QKV, (12,)], 1, KERNEL * 2),
+            *(fused_recurrent_gsa, [*QKV, (12,)], 1, KERNEL),
             # test_kernels_of_a_step sees it elsewhere, by the layer of ABC.
             marks=pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="indexing asks for CUDA"),
         ),

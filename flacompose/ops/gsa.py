@@ -13,15 +13,17 @@ from torch import Tensor
 from flacompose._errors import TypeError, ValueError
 from flacompose.ops._arguments import require
 from flacompose.ops._arguments.intermediate_states import recurrent_form
-from flacompose.ops._arguments.large_heads import by_keys, by_values
+from flacompose.ops._arguments.large_heads import by_keys, by_values, fits
 from flacompose.ops._composed.logsumexp import running_logsumexp
 from flacompose.ops._operators.bounds import verified
 from flacompose.ops._operators.checked import check_values, checking
+from flacompose.ops._recurrences.fused.slot_attention import op as slot_attention
 from flacompose.ops._recurrences.matrix import op
 from flacompose.ops._tensors.dtensor import flatten, unflatten
 from flacompose.ops._tensors.dtype import autocast_dtype, state_dtype
 from flacompose.ops._tensors.grouped_queries import by_head, in_turn, spread
 from flacompose.ops._tensors.packed import stretched
+from flacompose.ops._tensors.sizes import always_true
 
 
 def chunk_gsa(
@@ -99,7 +101,7 @@ def fused_recurrent_gsa(
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
-    return run(form, q, k, v, s, g, scale, initial_state, wanted, cu_seqlens, output_states)
+    return run(form, q, k, v, s, g, scale, initial_state, wanted, cu_seqlens, output_states, by_tokens=True)
 
 
 def run(
@@ -114,8 +116,9 @@ def run(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     output_states: int | None = None,
+    by_tokens: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-    """Check the arguments, and call this form of channel decay twice."""
+    """Check the arguments, and call channel decay twice or, `by_tokens`, slot attention's op."""
     require.flags(output_final_state=output_final_state)
     names = ("Hk", "Hv") if g is not None else ("Hk", "Hv", "z")
     groups = _check_tokens(q, k, v, s, g)
@@ -145,18 +148,27 @@ def run(
             s = s.to(state_dtype(q.dtype))
         if g is None:
             g, s, z = running_logsumexp(s, z, cu_seqlens, output_states)
-        if groups > 1:
-            q = in_turn(unflatten(q, 2, (H, groups)))
-            k, v, s, g = (spread(x, groups) for x in (k, v, s, g))
-            cu_seqlens = stretched(verified(cu_seqlens, T, in_graphs=False), groups)
+        # A symbolic length counts as several tokens, so that a graph gets no guard on it.
+        if by_tokens and cu_seqlens is None and always_true(T == 1) and fits(k, v):
+            o, Hk, Hv = slot_attention.token(
+                *slot_attention.Inputs(unflatten(q, 2, (H, groups)), k, v, s, g, Hk, Hv, scale)
+            )
+            o = flatten(o, 2, 3)
             if output_states is not None:
-                form = partial(form, stride=groups)
-        read = partial(_read, form, cu_seqlens)
-        # Logits are not rounded: their error would be a relative error of the softmax's weights.
-        logits, Hk = by_keys(read, Hk, q, k, s, gv=g, scale=scale, full_precision=True)
-        o, Hv = by_values(read, Hv, logits, s, v, gk=g, scale=1.0, softmax=True)
-        if groups > 1:
-            o = flatten(by_head(o, T, groups), 2, 3)
+                Hk, Hv = Hk.unsqueeze(1), Hv.unsqueeze(1)
+        else:
+            if groups > 1:
+                q = in_turn(unflatten(q, 2, (H, groups)))
+                k, v, s, g = (spread(x, groups) for x in (k, v, s, g))
+                cu_seqlens = stretched(verified(cu_seqlens, T, in_graphs=False), groups)
+                if output_states is not None:
+                    form = partial(form, stride=groups)
+            read = partial(_read, form, cu_seqlens)
+            # Logits are not rounded: their error would be a relative error of the softmax's weights.
+            logits, Hk = by_keys(read, Hk, q, k, s, gv=g, scale=scale, full_precision=True)
+            o, Hv = by_values(read, Hv, logits, s, v, gk=g, scale=1.0, softmax=True)
+            if groups > 1:
+                o = flatten(by_head(o, T, groups), 2, 3)
     if not output_final_state:
         return o, None
     return o, (Hk, Hv) if z is None else (Hk, Hv, z)

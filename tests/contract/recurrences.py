@@ -14,9 +14,9 @@ from flacompose import ops
 from flacompose.ops._arguments.call import check
 from flacompose.ops._recurrences.elementwise.rwkv4.reference import rwkv4
 from flacompose.ops._recurrences.elementwise.selective_scan.reference import selective_scan
+from flacompose.ops._recurrences.fused.slot_attention.reference import slot_attention
 from flacompose.ops._recurrences.matrix import op
 from flacompose.ops._recurrences.matrix.reference import matrix_recurrence
-from flacompose.ops._recurrences.matrix.slot_attention_reference import slot_attention
 from flacompose.ops._recurrences.short_conv.reference import short_conv
 
 from .opcase import Function, OpCase, State, entry, without_overwriting

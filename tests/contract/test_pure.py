@@ -15,7 +15,7 @@ from helpers.reference_cycles import in_cycles
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from flacompose.ops import fused_recurrent_mlstm
+from flacompose.ops import fused_recurrent_gsa, fused_recurrent_mlstm
 
 from .accuracy import assert_accurate, assert_close, assert_equal
 from .cases import MAMBA3_MIMO, NAMED, SELECTIVE_GROUPS, OpCase, each_op, every
@@ -88,8 +88,9 @@ def test_inputs_are_unchanged_and_outputs_new(
     with recorded() as calls:
         evaluate(problem)
     expected = case.ops + case.backward_ops
-    if T == 1 and not packed and case.function is fused_recurrent_mlstm:
-        expected = ["mlstm_token", "mlstm_backward"]
+    one_kernel = {fused_recurrent_gsa: "slot_attention", fused_recurrent_mlstm: "mlstm"}
+    if T == 1 and not packed and case.function in one_kernel:
+        expected = [f"{one_kernel[case.function]}_{form}" for form in ("token", "backward")]
     assert [op.name() for op, _, _ in calls] == [f"flacompose::{name}" for name in expected]
     for op, before, _ in calls:
         args = [x.clone() if isinstance(x, Tensor) else x for x in before]

@@ -31,6 +31,7 @@ from flacompose.ops._recurrences.fused.mamba3 import cuda as mamba3
 from flacompose.ops._recurrences.fused.mlstm import cuda as mlstm
 from flacompose.ops._recurrences.fused.normalizer import cuda as normalizer
 from flacompose.ops._recurrences.fused.rotary import cuda as rotation
+from flacompose.ops._recurrences.fused.slot_attention import cuda as slot_attention
 from flacompose.ops._recurrences.fused.ssd import cuda as ssd
 from flacompose.ops._recurrences.matrix import cuda as matrix
 from flacompose.ops._recurrences.matrix.inputs import SIGNATURE, Inputs
@@ -350,6 +351,21 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
             ("q", "k", "v", "q k v"),
         )
         yield from _calls_of_matrix(described, masks, state, **given)
+
+    # One token has one kernel, whatever the others have. The slots are as many as the values.
+    for G in (1, 2) if bounds is None else ():
+        one = [new(1, 1, H, *size, dtype=dtype) for size in ((G, K), (K,), (V,), (V,))]
+        states = state, new(1, H, V, V)
+        for gate_dtype, given in product(gate_dtypes, (states, (None, None))):
+            args = *one, new(1, 1, H, V, dtype=gate_dtype), *given, 1.0
+            from_states = "" if given[0] is None else "from states "
+            described = f"slot_attention {from_states}groups={G} {at} {gate_dtype} gates"
+            yield Call(described, flat(slot_attention, "token"), "slot_attention_token", args)
+            masks = _masks("q k v s g initial_k initial_v", *(x for x in ("q", "s", "g") if K == V == 64))
+            do, d_states = new(1, 1, H, G, V, dtype=dtype), (None, None)
+            for mask in masks if given[0] is not None else ():
+                given_back = *args, do, *d_states, mask
+                yield Call(described, flat(slot_attention, "backward"), "slot_attention_backward", given_back)
 
     if bounds is None:
         one = [new(1, 1, H, size, dtype=dtype) for size in (K, K, V)]

@@ -46,10 +46,11 @@ def launch_of(cuda: ModuleType, form: str, differentiable: int) -> Callable[...,
 
 
 def launch_one_token(patch: pytest.MonkeyPatch) -> None:
-    """The launches of mLSTM in the place of its op, which is that of one token."""
-    op = part("mlstm", "op")
-    differentiable = op.Inputs._fields.index("scale")
-    patch.setattr(op, "token", launch_of(part("mlstm", "cuda"), "token", differentiable))
+    """The launches of slot attention and mLSTM in the place of their ops, which are those of one token."""
+    for family in ("slot_attention", "mlstm"):
+        op = part(family, "op")
+        differentiable = op.Inputs._fields.index("scale")
+        patch.setattr(op, "token", launch_of(part(family, "cuda"), "token", differentiable))
 
 
 def launched(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from flacompose import layers
 pytest.importorskip("triton")
 
 DOCS = Path(__file__).parents[2] / "docs/how-to/compile.md"
-ROW = re.compile(r"^\| \[`(\w+)`\]\(\S+\) \| (kernel|2 kernels|operator) \| (\d+) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| \[`(\w+)`\]\(\S+\) \| (kernel|operator) \| (\d+) \|$", re.MULTILINE)
 TABLE = {name: (recurrence, int(products)) for name, recurrence, products in ROW.findall(DOCS.read_text())}
 LAYERS = {
     name: layer
@@ -104,11 +104,11 @@ OPTIONS = [
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS, ids=[f"{name}-{options}" for name, options in OPTIONS])
 def test_kernels_of_a_step(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the recurrence, and one for each product of matrices. Convolutions add no node of theirs."""
+    """One for the recurrence, and one for each product of matrices. Convolutions add no node of theirs."""
     nodes = nodes_on_cuda(LAYERS[name](**options).eval(), monkeypatch)
     recurrence, products = TABLE[name]
     ours = {x: n for x, n in nodes.items() if x == KERNEL or x.startswith("flacompose")}
-    assert list(ours.values()) == [2 if recurrence == "2 kernels" else 1]
+    assert list(ours.values()) == [1]
     assert (KERNEL in ours) == (recurrence != "operator")
     assert sum(nodes[f"aten.{product}.default"] for product in PRODUCTS) == products
     assert not [x for x in nodes if "conv" in x and "convert" not in x]

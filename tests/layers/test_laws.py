@@ -461,7 +461,8 @@ def op_of(name: str, form: str) -> torch._ops.OpOverload:
     if name == "mamba":  # whose op has one form
         return torch.ops.flacompose.selective_scan_forward.default
     if form == "token":
-        return getattr(torch.ops.flacompose, f"{name}_token").default
+        family = name if name in ("mlstm", "mamba3") else "slot_attention"
+        return getattr(torch.ops.flacompose, f"{family}_token").default
     return getattr(torch.ops.flacompose, f"{operator(FAMILIES.get(name, 'head_decay'))}_{form}").default
 
 
@@ -473,7 +474,7 @@ def op_of(name: str, form: str) -> torch._ops.OpOverload:
         for mode, T, form in (
             (None, 2, "chunk"),
             ("fused_recurrent", 2, "recurrent"),
-            (None, 1, "token" if name in ("mlstm", "mamba3") else "recurrent"),
+            (None, 1, "token" if name in ("gsa", "abc", "mlstm", "mamba3") else "recurrent"),
         )
         if mode is None or "mode" in inspect.signature(config["layer"]).parameters
     ],

@@ -46,8 +46,8 @@ from flacompose.layers import (
 )
 from flacompose.ops._recurrences.elementwise.scan.reference import scan
 from flacompose.ops._recurrences.elementwise.selective_scan.reference import selective_scan
+from flacompose.ops._recurrences.fused.slot_attention.reference import slot_attention
 from flacompose.ops._recurrences.matrix.reference import matrix_recurrence
-from flacompose.ops._recurrences.matrix.slot_attention_reference import slot_attention
 from flacompose.ops._recurrences.short_conv.reference import short_conv
 
 # Each layer with what it has to carry, and with its defaults.

@@ -1,4 +1,4 @@
-"""The recurrence as the papers write it, token by token: the specification of slot attention.
+"""The recurrence as the papers write it, token by token: the specification of one token of slot attention.
 
 Gated slot attention, https://arxiv.org/abs/2409.07146, section 3; without gates attention with bounded memory control,
 https://arxiv.org/abs/2110.02488, whose slots are normalised by the sum of their weights so far.

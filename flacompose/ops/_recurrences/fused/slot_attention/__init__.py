@@ -1,0 +1,1 @@
+"""One token of gated slot attention: two passes of channel decay, with a softmax between them."""
