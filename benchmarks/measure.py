@@ -124,6 +124,16 @@ def synchronize() -> None:
 
 def host_us(fn: Callable[[], object], calls: int = 200, rounds: int = 7, warm: int = 20) -> float:
     """Host microseconds per call: wall-clock time until the calls return, without waiting for the device."""
+    return _us(fn, calls, rounds, warm, at_end=lambda: None)
+
+
+def wall_us(fn: Callable[[], object], calls: int = 50, rounds: int = 5) -> float:
+    """Wall-clock microseconds per call, for calls back to back, until the device has finished the last."""
+    return _us(fn, calls, rounds, warm=5, at_end=synchronize)
+
+
+def _us(fn: Callable[[], object], calls: int, rounds: int, warm: int, at_end: Callable[[], None]) -> float:
+    """The median over the rounds of the wall-clock microseconds per call, with `at_end` after a round's calls."""
     for _ in range(warm):
         fn()
     taken = []
@@ -132,23 +142,9 @@ def host_us(fn: Callable[[], object], calls: int = 200, rounds: int = 7, warm: i
         start = time.perf_counter()
         for _ in range(calls):
             fn()
+        at_end()
         taken.append((time.perf_counter() - start) / calls)
-        synchronize()
-    return median(taken) * 1e6
-
-
-def wall_us(fn: Callable[[], object], calls: int = 50, rounds: int = 5) -> float:
-    """Wall-clock microseconds per call, for calls back to back, until the device has finished the last."""
-    for _ in range(5):
-        fn()
-    taken = []
-    for _ in range(rounds):
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            fn()
-        synchronize()
-        taken.append((time.perf_counter() - start) / calls)
+    synchronize()
     return median(taken) * 1e6
 
 

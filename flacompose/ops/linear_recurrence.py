@@ -82,7 +82,7 @@ def linear_recurrence(
     Raises:
         ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, `scale` is not finite, `erase` or
             `read` is neither "after" nor "before", an argument lacks the one that it belongs to, or two are given which
-            no family has together.
+            no recurrence has together.
         TypeError: If an argument has the wrong type or dtype.
     """
     scale = require.scale(scale, q)
@@ -158,7 +158,7 @@ def _check_combination(
             'u must not be given with read="after", where a query reads the whole of its own write'
         )
     if beta is not None and b is not None:
-        raise ValueError("beta and b must not be given together: no family has both ways of erasing")
+        raise ValueError("beta and b must not be given together: no recurrence has both ways of erasing")
     erasing_by = "beta" if beta is not None else "a" if a is not None else None
     if erasing_by is None:
         if erase == "before":
@@ -166,11 +166,11 @@ def _check_combination(
         return
     if gv is not None:
         raise ValueError(
-            f"gv and {erasing_by} must not be given together: no family decays values and erases"
+            f"gv and {erasing_by} must not be given together: no recurrence decays values and erases"
         )
     if read == "before":
         raise ValueError(
-            f'read="before" and {erasing_by} must not be given together: no family reads before it erases'
+            f'read="before" and {erasing_by} must not be given together: no recurrence reads before it erases'
         )
 
 

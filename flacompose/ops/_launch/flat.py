@@ -29,13 +29,13 @@ def without_tuples(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 @cache
 def _copy(kernel: Any, fields: tuple[tuple[str, tuple[str, ...]], ...]) -> Any:
     """`kernel` with the parameters `fields` in place of each tuple."""
+    import triton  # only where kernels are: the package is imported without it too
+
     tree = _Fields(dict(fields)).visit(ast.parse(kernel.src))
     source, file = ast.unparse(tree), f"<{kernel.__name__} of {fields}>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # Triton reads it there
     functions: dict[str, Any] = {}
     exec(compile(source, file, "exec"), kernel.fn.__globals__, functions)
-    import triton  # only where kernels are: the package is imported without it too
-
     return triton.jit(functions[kernel.__name__], do_not_specialize=kernel.do_not_specialize)
 
 

@@ -1,7 +1,7 @@
 """The transition of each sequence, from a recurrence's forms: the state reached from zero, and the map.
 
-This is the PyTorch implementation of `<family>_ends`, and on every device its backward, which calls the
-backward of the forms.
+This is the PyTorch implementation of ``<name>_ends`` and ``<name>_matrix_ends``, and on every device their
+backward, which calls the backward of the forms.
 """
 
 from __future__ import annotations

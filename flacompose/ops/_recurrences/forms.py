@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 CUDA = torch.version.cuda is not None and find_spec("triton") is not None
 # These forms are compiled at their launch, the others ahead of it.
 ONE_KERNEL = ("recurrent", "update", "steps", "token")
+TRANSITIONS = ("ends", "matrix_ends")
 
 
 @dataclass(frozen=True)
@@ -132,10 +133,7 @@ def define_ops(
         name: the first part of the operators' names. Default: that of the folder.
     """
     folder = eager.__name__.rpartition(".")[0]
-    form_of, backward_of = (
-        partial(define_form, folder, name=name),
-        partial(_define_backward, folder, name=name),
-    )
+    form_of, backward_of = (partial(x, folder, name=name) for x in (define_form, _define_backward))
     if not hasattr(eager, "backward"):
         return {form: form_of(form, signature, eager.forward, flops) for form in forms}
     backward = backward_of("backward", signature, eager, flops)
@@ -191,7 +189,7 @@ def define_form(
         f"({signature.arguments}) -> ({signature.results})",
         eager=signature.flat(eager),
         triton=load,
-        one_launch=None if form == "chunk" or form.endswith("ends") else _has_one_token,
+        one_launch=None if form in ("chunk", *TRANSITIONS) else _has_one_token,
         fake=signature.fake if form in ONE_KERNEL else _compiling(signature.fake, load),
         backward=backward,
         axes=signature.axes,
@@ -248,7 +246,7 @@ def on_cuda(folder: str, form: str, signature: Signature[Any]) -> Replay:
     differentiable = len(signature.differentiable)
     if form == "backward":
         return Replay(compile_ahead(signature.flat_backward(function), differentiable))
-    backward = None if form.endswith("ends") else on_cuda(folder, "backward", signature).implementation
+    backward = None if form in TRANSITIONS else on_cuda(folder, "backward", signature).implementation
     return Replay(compile_ahead(signature.flat(function), differentiable, backward))
 
 
