@@ -106,6 +106,8 @@ def test_graphs_take_kernels_without_tuples(monkeypatch: pytest.MonkeyPatch) -> 
             for kernel, arguments in launched(call)[0]:
                 if any(isinstance(x, tuple) for x in arguments.values()):
                     found[kernel.__name__] = kernel, arguments
+            for _, arguments in launched(call, into_graph=True)[0]:
+                assert not any(isinstance(x, tuple) for x in arguments.values())
     assert len(found) >= 8
     for name, (kernel, arguments) in found.items():
         expected = ir_of(Launch.of(kernel, **arguments))
