@@ -213,11 +213,38 @@ def test_what_is_refused(arguments: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"delta_rule": True}, {"b": torch.ones(1)}], ids=["delta rule", "low rank"]
+    ("given", "refused"),
+    [
+        (
+            "delta_rule beta gv",
+            "gv must not be given with beta, delta_rule: delta_rule does not compute both",
+        ),
+        ("delta_rule beta g_gamma", "g_gamma must not be given"),
+        ("delta_rule beta softmax", "softmax must not be given"),
+        ("delta_rule g", "beta must be given with g, delta_rule, got None"),
+        ("a b u", "u must not be given with a, b: low_rank"),
+        ("a b g", "g must not be given"),
+        ("b", "a must be given with b, got None"),
+        ("gk g", "g must not be given with gk: channel_decay"),
+        ("gv beta", "beta must not be given"),
+        ("full_precision g", "g must not be given"),
+        ("read_before g", "read_before must not be given with g: head_decay"),
+    ],
 )
-@pytest.mark.parametrize("name", ["gv", "u"])
-def test_no_scheme_ignores_an_argument(name: str, given: dict[str, Any]) -> None:
+def test_no_scheme_ignores_an_argument(given: str, refused: str) -> None:
     """Of the operator itself, which the function does not call so."""
-    x = torch.ones(1)
-    with pytest.raises(ValueError, match=f"{name} must not be given where a write erases"):
-        scheme(Inputs(x, x, x, **{name: x}, **given))
+    B, T, H, K, V = 1, 3, 2, 4, 5
+    sizes = {"q": (H, K), "k": (H, K), "v": (H, V), "g": (H,), "gk": (H, K), "gv": (H, V), "beta": (H,)}
+    tensors = {name: torch.zeros(B, T, *size) for name, size in sizes.items()}
+    tensors |= {"a": tensors["k"], "b": tensors["k"], "u": torch.zeros(H, K), "g_gamma": torch.zeros(H)}
+    chosen = {name: tensors.get(name, True) for name in ("q", "k", "v", *given.split())}
+    with pytest.raises(ValueError, match=refused):
+        torch.ops.flacompose.matrix_recurrence_chunk(*Inputs(**chosen))
+
+
+@pytest.mark.parametrize("given", ["gk", "a b"])
+def test_no_scheme_shares_heads_unknowingly(given: str) -> None:
+    q, v = torch.zeros(1, 3, 2, 4), torch.zeros(1, 3, 4, 4)
+    chosen = {name: v if name == "gk" else q for name in given.split()}
+    with pytest.raises(ValueError, match="v must have the 2 heads of q in .*, got 4"):
+        torch.ops.flacompose.matrix_recurrence_chunk(*Inputs(q, q, v, **chosen))

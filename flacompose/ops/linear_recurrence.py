@@ -99,7 +99,7 @@ def linear_recurrence(
 
 
 def _of_scheme(inputs: op.Inputs) -> op.Inputs:
-    """The `inputs` in the arguments of the cheapest scheme: decays added, and heads repeated where it shares none."""
+    """The `inputs` as the cheapest scheme takes them: decays added, and heads repeated where it has no shared ones."""
     g, gk, gv, q, u, K = inputs.g, inputs.gk, inputs.gv, inputs.q, inputs.u, inputs.q.shape[-1]
     # The delta rule's kernels have no read before gates of channels.
     if inputs.delta_rule:

@@ -14,7 +14,6 @@ from flacompose.ops._launch.sequences import Sequences
 from flacompose.ops._tensors.sizes import MAX_HEAD_SIZE, always_true
 from flacompose.ops._tiles.blocks import matrix_token_kernel
 
-NOTHING: Mapping[str, Any] = {}
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 
 
@@ -38,16 +37,14 @@ def launch_by_gates(
     programs: int,
     *parts: Mapping[str, Any],
     gated: bool = True,
-    strong: Mapping[str, Any] = NOTHING,
 ) -> None:
     """Launch a kernel for factorisable gates, and again for other gates, unless nothing is `gated`.
 
-    In the second launch, the arguments in `strong` replace those of the same names. The `parts` have no name
-    in common: the call raises if one is given twice, as ``{**a, **b}`` does not.
+    The `parts` have no name in common: the call raises if one is given twice, as ``{**a, **b}`` does not.
     """
     arguments = reduce(lambda one, other: dict(**one, **other), parts)
     for mild in (True, False) if gated else (True,):
-        launch(kernel, (programs,), **(arguments if mild else {**arguments, **strong}), MILD=mild)
+        launch(kernel, (programs,), **arguments, MILD=mild)
 
 
 def operand_dtype(x: Tensor) -> torch.dtype:

@@ -38,7 +38,6 @@ class Segments:
             ``[count, N, H]``; of `gk` and `gv`, gates of channels of keys, ``[count, N, H, K]``, and of
             values, ``[count, N, H, V]``.
         rates: ``[K, V]``, factors of the sums of gates.
-        least: the smallest number of segments that is faster than one.
     """
 
     def __init__(
@@ -49,13 +48,12 @@ class Segments:
         state: tuple[int, ...],
         gates: Mapping[str, str] = MappingProxyType({}),
         rates: Tensor | None = None,
-        least: int = 1,
     ) -> None:
         # `sequences` is not kept, since it may hold this object: a reference cycle keeps the memory of all
         # its tensors until Python's garbage collector runs.
         self.N, self.device = sequences.N, sequences.device
         self.state, self.gates, self.rates = state, gates, rates
-        self.count, self.split = sequences.segments(units, programs, least)
+        self.count, self.split = sequences.segments(units, programs)
 
     def starts(
         self, sweep: Sweep, initial: Tensor | None, sums: dict[str, Tensor] | None = None

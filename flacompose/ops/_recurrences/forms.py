@@ -58,7 +58,7 @@ def define_forms(
     gates: tuple[str, ...],
     flops: Callable[..., int],
     name: str | None = None,
-    erases: Callable[[AnyInputs], bool] = lambda _: False,
+    erases: Callable[[AnyInputs], bool] | None = None,
     of_state: Callable[[AnyInputs], AnyInputs] = lambda inputs: inputs,
 ) -> Forms[AnyInputs]:
     """Register the forms "chunk" and "recurrent", and return the functions of a recurrence's `op`.
@@ -66,9 +66,18 @@ def define_forms(
     Args:
         signature, eager, gates, flops, name: as in `define_ops`.
         erases: whether a transition multiplies the keys of the state by a matrix, instead of decaying each number.
+            Default: none does.
         of_state: returns inputs with the same transition, in which only the `gates` decay the state.
     """
-    ops = define_ops(signature, eager, forms=("chunk", "recurrent"), gates=gates, flops=flops, name=name)
+    ops = define_ops(
+        signature,
+        eager,
+        forms=("chunk", "recurrent"),
+        gates=gates,
+        flops=flops,
+        name=name,
+        erases=erases is not None,
+    )
     axes = signature.axes["final_state"].split()
     absent = [
         [i for i, axis in enumerate(axes) if i > 0 and axis not in signature.axes[gate].split()]
@@ -81,7 +90,7 @@ def define_forms(
         if "q" in inputs._fields:  # queries do nothing to the state
             inputs = inputs._replace(q=inputs.k.detach())
         inputs = inputs._replace(initial_state=None)
-        if erases(inputs):
+        if erases is not None and erases(inputs):
             end, matrix = ops["matrix_ends"](*inputs)
             return Matrix(matrix), end
         end, *maps = ops["ends"](*inputs)
@@ -106,14 +115,15 @@ def define_ops(
     gates: tuple[str, ...] | None = None,
     flops: Callable[..., int],
     name: str | None = None,
+    erases: bool = False,
 ) -> dict[str, OpOverload]:
     """Register ``<name>_<form>`` for each form, and ``<name>_backward``; return them by the form.
 
     With a form "recurrent" there is ``<name>_steps`` too. It is that form for sequences in rows, and
     returns states after several of the last tokens. Its derivatives are those of one call per state. With
     `gates` there is ``<name>_ends``, which returns the transition of each sequence, whatever the initial
-    state is: the state reached from zero, and the sums of the gates. If the state is a matrix of keys and values,
-    ``<name>_matrix_ends`` returns the matrix that multiplies the keys instead. Both have a backward of their own.
+    state is: the state reached from zero, and the sums of the gates. With `erases`, ``<name>_matrix_ends`` returns
+    the matrix that multiplies the keys of the state instead. Both have a backward of their own.
 
     A form "update" is for one token of a caller that overwrites the initial state with the final one. It
     computes the same as the other forms; in the graph that Inductor gets, its kernel overwrites the state it
@@ -131,6 +141,7 @@ def define_ops(
         gates: the names of the inputs that decay a state by their sums over the tokens.
         flops: as in `define_op`, for a form; the backward has twice as many.
         name: the first part of the operators' names. Default: that of the folder.
+        erases: whether a transition may multiply the keys of the state by a matrix.
     """
     folder = eager.__name__.rpartition(".")[0]
     form_of, backward_of = (partial(x, folder, name=name) for x in (define_form, _define_backward))
@@ -143,7 +154,7 @@ def define_ops(
         ops["steps"] = form_of("steps", steps.signature, steps.forward, flops)
     if gates is not None:
         kinds: dict[str, type[DecayEnds]] = {"ends": DecayEnds}
-        if "K V" in signature.axes["final_state"]:
+        if erases:
             kinds["matrix_ends"] = MatrixEnds
         for form, kind in kinds.items():
             ends = kind(signature, eager, backward, gates)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flacompose._errors import ValueError
 from flacompose.ops._operators.signature import AUTOCAST, GATE, Autocast, Dtype, Signature
+from flacompose.ops._tensors.sizes import violated
 
 
 class Inputs(NamedTuple):
@@ -18,9 +19,8 @@ class Inputs(NamedTuple):
 
     q: Annotated[Tensor, "B T H K", Autocast(unless="softmax")]
     k: Annotated[Tensor, "B T H K", AUTOCAST]
-    v: Annotated[
-        Tensor, "B T HV V", AUTOCAST
-    ]  # HV is H, or a multiple of it in head decay and the delta rule
+    # HV is H, or a multiple of it in head decay and the delta rule.
+    v: Annotated[Tensor, "B T HV V", AUTOCAST]
     g: Annotated[Tensor | None, "B T HV", GATE] = None  # a decay per token and head
     g_gamma: Annotated[Tensor | None, "HV", GATE] = None  # a decay per head, the same for every token
     gk: Annotated[Tensor | None, "B T HV K", GATE] = None  # a decay per token, head and channel of the keys
@@ -49,22 +49,42 @@ SIGNATURE = Signature(Inputs, Outputs)
 NORM_EPS = 1e-6  # added to the squared norms by which queries and keys are divided
 
 
-def scheme(inputs: Inputs) -> str:
-    """The cheapest scheme that computes these inputs: a module of this package, with `eager` and `cuda`.
+CHOSEN = "g g_gamma gk gv u beta a b delta_rule read_before softmax full_precision".split()
+# The arguments that each scheme takes of these, and those that it needs.
+TAKES = {
+    "head_decay": {"g", "g_gamma", "beta"},
+    "channel_decay": {"gk", "gv", "u", "softmax", "full_precision"},
+    "delta_rule": {"delta_rule", "g", "gk", "beta", "a", "read_before"},
+    "low_rank": {"gk", "a", "b", "read_before"},
+}
+NEEDS = {"delta_rule": ("beta",), "low_rank": ("a",)}
+SHARES_HEADS = ("head_decay", "delta_rule")
 
-    scheme          arguments of it alone            and beside them
-    low_rank        a, b                             gk, read_before
-    delta_rule      delta_rule, beta, a              g, gk, read_before (with g)
-    channel_decay   gk, gv, u, softmax, full_precision
-    head_decay                                       g, g_gamma, beta
+
+def scheme(inputs: Inputs) -> str:
+    """The scheme that computes these inputs: a module of this package, with `eager` and `cuda`.
+
+        chosen by                               scheme
+        b                                       low_rank
+        delta_rule                              delta_rule
+        gk, gv, u, softmax or full_precision    channel_decay
+        none of these                           head_decay
+
+    Raises:
+        ValueError: If the scheme does not take one of the arguments, or needs another, or heads are shared.
     """
-    if inputs.delta_rule or inputs.b is not None:
-        for name in ("gv", "u"):
-            if getattr(inputs, name) is not None:
-                raise ValueError(f"{name} must not be given where a write erases: no scheme computes both")
-    if inputs.b is not None:
-        return "low_rank"
-    if inputs.delta_rule:
-        return "delta_rule"
-    of_channels = any(x is not None for x in (inputs.gk, inputs.gv, inputs.u))
-    return "channel_decay" if of_channels or inputs.softmax or inputs.full_precision else "head_decay"
+    given = [x for x in CHOSEN if (y := getattr(inputs, x)) is not None and y is not False]
+    of_channels = not TAKES["channel_decay"].isdisjoint(given)
+    name = "low_rank" if inputs.b is not None else "delta_rule" if inputs.delta_rule else "head_decay"
+    name = "channel_decay" if name == "head_decay" and of_channels else name
+    for x in given:
+        if x not in TAKES[name]:
+            others = ", ".join(y for y in given if y != x)
+            raise ValueError(f"{x} must not be given with {others}: {name} does not compute both")
+    for x in NEEDS.get(name, ()):
+        if x not in given:
+            raise ValueError(f"{x} must be given with {', '.join(given)}, got None")
+    H, HV = inputs.q.shape[2], inputs.v.shape[2]
+    if name not in SHARES_HEADS and violated(H == HV):
+        raise ValueError(f"v must have the {H} heads of q in {name}, got {HV}")
+    return name

@@ -1,11 +1,11 @@
 """The registered operators of the linear recurrence with a matrix state.
 
     S' = exp(g_t + g_gamma) diag(exp gk_t) S_{t-1} diag(exp gv_t)
-    S_t = S' + b_t (a_t^T S*) + k_t u_t^T        o_t = scale * S_t^T q_t
+    S_t = S' + b_t (a_t^T S*) + k_t w_t^T        o_t = scale * S_t^T q_t
 
-where ``u_t`` is ``beta_t v_t``, or with `delta_rule` ``beta_t (v_t - S*^T a_t)``. ``S*`` is the state that `a`
+where ``w_t`` is ``beta_t v_t``, or with `delta_rule` ``beta_t (v_t - S*^T a_t)``. ``S*`` is the state that `a`
 reads, S' or, with `read_before`, ``S_{t-1}``. With the bonus `u` of the current token, the query reads
-``S_{t-1} + diag(u) k_t v_t^T``. `inputs` lists the arguments, and says which scheme computes which of them.
+``S_{t-1} + diag(u) k_t w_t^T``. `inputs` lists the arguments, and says which scheme computes which of them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from flacompose.ops._recurrences.matrix.inputs import Inputs as Inputs  # for th
 _NAME = "matrix_recurrence"
 
 
-def _flops(q: Any, k: Any, v: Any, *others: Any, **__: Any) -> int:
+def _flops(q: Any, k: Any, v: Any, *others: Any, **by_name: Any) -> int:
     """The FLOPs of one write and one read of the state for each token, and of what a scheme erases before."""
     B, T, HV, V = v
-    inputs = Inputs(q, k, v, *others[: len(Inputs._fields) - 3])
+    fields = Inputs._fields
+    inputs = Inputs(q, k, v, *others[: len(fields) - 3], **{x: y for x, y in by_name.items() if x in fields})
     products = 2 + (1 if inputs.delta_rule else 0 if inputs.b is None else 2)
     return 2 * products * B * T * HV * q[-1] * V
 

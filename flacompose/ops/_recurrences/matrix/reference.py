@@ -33,10 +33,10 @@ def matrix_recurrence(
     delta_rule: bool = False,
     read_before: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``S_t = S' + b_t (a_t^T S*) + k_t u_t^T`` with the decayed ``S'``; ``o_t = scale * S_t^T q_t``.
+    """``S_t = S' + b_t (a_t^T S*) + k_t w_t^T`` with the decayed ``S'``; ``o_t = scale * S_t^T q_t``.
 
-    ``u_t`` is ``beta_t v_t``, or with `delta_rule` ``beta_t (v_t - S*^T a_t)``; ``S*`` is S', or S if `read_before`.
-    With `u`, ``o_t = scale * (S_{t-1} + diag(u) k_t v_t^T)^T q_t``.
+    ``w_t`` is ``beta_t v_t``, or with `delta_rule` ``beta_t (v_t - S*^T a_t)``; ``S*`` is S', or S if `read_before`.
+    With `u`, ``o_t = scale * (S_{t-1} + diag(u) k_t w_t^T)^T q_t``.
     """
     B, T, HV, V = v.shape
     q, k, read_by = (x.repeat_interleave(HV // x.shape[2], 2) for x in (q, k, k if a is None else a))

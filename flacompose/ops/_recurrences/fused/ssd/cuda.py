@@ -55,20 +55,11 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     initial = scan.starts(k, v, operand(inputs.initial_state))
     scan(None if dz is None else q, k, v, initial=initial, states=S, around=around)
     initial = scan.starts(q, dy, operand(call.arriving.final_state), reverse=True)
-    scan(
-        k,
-        q,
-        dy,
-        initial=initial,
-        out=dx,
-        states=dS,
-        final=d_initial,
-        reverse=True,
-        around=Around(**scan.skip),
-    )
+    around = Around(**scan.skip)
+    scan(k, q, dy, False, True, dx, around, initial=initial, states=dS, final=d_initial)
     dg, d_delta = scan.gradients(q, k, v, dy, S, dS, dq, dk, torch.float32, scan.beta)
     assert d_delta is not None
-    del S, dS, around
+    del S, dS
     made = scan.of_time_steps(dg, d_delta, wanted("dt"), wanted("A"), wanted("dt_bias"))
     return call.made(
         x=None if dx is None else scan.batched(dx),

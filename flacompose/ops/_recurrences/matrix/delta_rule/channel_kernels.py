@@ -1,8 +1,8 @@
 """Triton kernels of the delta rule with a gate per channel: the WY factors of each chunk, and the gradients.
 
-With such gates, `delta_channel_factor_kernel` computes the WY factors for the state passing of `kernels`. The other
-two kernels compute the gradients of queries, keys, `a`, beta and gates. Which kernel computes the gradients,
-those of gates included, depends on the strength of gates, for one gate everywhere as in the first column:
+With such gates, `delta_channel_factor_kernel` computes the WY factors for the state passing of `kernels`. Which
+kernel computes the gradients of queries, keys, `a`, beta and gates depends on the strength of gates, for one gate
+everywhere as in the first column:
 
     gates         condition in bfloat16        kernel                                file
     0 to -1.4     32 tokens sum to above -45,  hopper_channel_gradient_kernel        hopper/channel_gradients.py
@@ -14,9 +14,9 @@ those of gates included, depends on the strength of gates, for one gate everywhe
 
 `hopper_channel_factor_kernel` tests the first condition for each chunk and writes `factorisable_chunks`.
 `hopper_channel_block_gradient_kernel` tests the second for each tile of channels and writes `mild`.
-`plan` has all three launched, and each kernel returns at once for chunks that are not
-its own. KDA's gates, if they are bounded by -5, never need the last one. The WY factors of a chunk are computed by
-`hopper_channel_factor_kernel` if 8 tokens sum to above -45, otherwise by `delta_channel_factor_kernel`.
+All three are launched, and each returns at once for chunks that are not its own. KDA's gates, if they are bounded
+by -5, never need the last one. The WY factors of a chunk are computed by `hopper_channel_factor_kernel` if 8 tokens
+sum to above -45, otherwise by `delta_channel_factor_kernel`.
 
 The state has two reads per token: by the key, or by `a` where it is given, before the token writes and with
 the gradient ``-dv``; and by the query, with the gradient ``do``. The key writes ``u = beta r``. `S` is the

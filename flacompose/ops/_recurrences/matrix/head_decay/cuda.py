@@ -127,7 +127,7 @@ class Launches(MatrixSequences):
         programs = self.H * max(prod(self.tiles(x)) for x in (False, True))
         steps = (self.T + self.step - 1) // self.step
         self.row = Segments(self, steps, programs, (self.H, self.K, self.V), {"g": "sum_g"})
-        self.gates = Gates()
+        self.gates: Gates  # set by `prepare_gates`
 
     def prepare_gates(self, g: Tensor | None, g_gamma: Tensor | None) -> None:
         """Either one gate per head for all tokens, or running sums of gates, in two parts for float32 products."""

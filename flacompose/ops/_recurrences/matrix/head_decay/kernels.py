@@ -145,7 +145,7 @@ def head_decay_state_passing_kernel(
     ``out_t = beta_t scale * S^T a_t``.
 
     One program has one segment of one sequence, and a tile of its state. It starts at zero if `initial` is
-    absent, and stores `out` and the other `states`, if given, and with `do` those of `dy`, `dz` and `d_skip`.
+    absent, and stores `out`, `states`, `ends`, `final` and `sum_g`, if given; with `do`, `dy`, `dz` and `d_skip` too.
     It proceeds in chunks of `C` tokens, one or more of which form a chunk of `CS`. With `FINE`, the update of
     the state is a product in two parts, which keeps more digits: the gradient of `gamma` is a sum over all
     tokens, whose terms nearly cancel.

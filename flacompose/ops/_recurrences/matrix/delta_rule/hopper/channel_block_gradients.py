@@ -192,7 +192,7 @@ def _through_pairs(pairs, roots_s, x_s, writer_s, read, written, sums_s, GATES: 
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def hopper_channel_block_gradient_kernel(
     # The parameters of `delta_channel_gradient_kernel` in `channel_kernels`, with the same meanings, and
-    # `factorisable_chunks`. As there, one kernel computes all gradients, so it has more than 25 parameters.
+    # `factorisable_chunks`. As there, one kernel computes all gradients.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     a,  # [tokens, H, K]

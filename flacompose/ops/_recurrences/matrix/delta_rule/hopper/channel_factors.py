@@ -147,7 +147,7 @@ def _all_pairs(writer, tables_s, readers_s):
 
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def hopper_channel_factor_kernel(
-    # The parameters of the kernel of this name in `channel_kernels`, with the same meanings except `mild`.
+    # The parameters of `delta_channel_factor_kernel` in `channel_kernels`, with the same meanings except `mild`.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     a,  # [tokens, H, K]

@@ -126,7 +126,7 @@ def store_gradients_of_keys(written, d_reader, k_s, beta_t, dbeta, dk, da, first
 
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def hopper_channel_gradient_kernel(
-    # The parameters of the kernel of this name in `channel_kernels`, with the same meanings, and
+    # The parameters of `delta_channel_gradient_kernel` in `channel_kernels`, with the same meanings, and
     # `factorisable_chunks`.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]

@@ -175,7 +175,7 @@ def _store_log_norm(log_norm, of_k, beta_s, total):
 
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def hopper_head_factor_kernel(
-    # The parameters of the kernel of this name in `kernels`, with the same meanings.
+    # The parameters of `delta_factor_kernel` in `kernels`, with the same meanings.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     a,  # [tokens, H, K]

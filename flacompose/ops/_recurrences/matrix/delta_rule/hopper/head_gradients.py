@@ -71,7 +71,7 @@ def _through_pairs(pairs, beta, pairs_s, reader_s, k_s, read, written):
 
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "of_group", "scale"])
 def hopper_head_gradient_kernel(
-    # The parameters of the kernel of this name in `gradients`, with the same meanings.
+    # The parameters of `delta_head_gradient_kernel` in `gradients`, with the same meanings.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     a,  # [tokens, H, K]

@@ -160,7 +160,7 @@ def _multiply(x, y, smaller, acc, USE_ACC: gl.constexpr = True):
 
 @gluon.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
 def hopper_state_passing_kernel(
-    # The parameters of the kernel of this name in `kernels`, with the same meanings, except Y and `beta`.
+    # The parameters of `delta_state_passing_kernel` in `kernels`, with the same meanings, except Y and `beta`.
     q,  # [tokens, HK, K]
     k,  # [tokens, HK, K]
     v,  # [tokens, HV, V]; v_token elements, a multiple of 8, separate its tokens
