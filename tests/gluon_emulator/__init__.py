@@ -100,7 +100,7 @@ def _python_of(function: types.FunctionType) -> types.FunctionType:
 def run(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
     """Run all programs of ``kernel[grid](*args, **kwargs)``, on tensors of the CPU, one after the other.
 
-    `launching_by` of `ops/_launching.py` takes it, so that all that a family launches is run so.
+    `launching_by` takes it, so that all launches of a recurrence are run so.
     """
     given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     size = (*map(int, grid(given) if callable(grid) else grid), 1, 1)[:3]
@@ -118,4 +118,6 @@ def run(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
 def _argument(x: Any) -> Any:
     if isinstance(x, Tensor):
         return Pointer.to_first(x.detach())
+    if hasattr(x, "_fields"):
+        return x._make(map(_argument, x))
     return as_block(x) if isinstance(x, (bool, int, float)) else x

@@ -79,7 +79,7 @@ def scheme(inputs: Inputs) -> str:
     name = "channel_decay" if name == "head_decay" and of_channels else name
     for x in given:
         if x not in TAKES[name]:
-            others = ", ".join(y for y in given if y != x)
+            others = ", ".join(y for y in given if y != x) or "no gate, a or b"
             raise ValueError(f"{x} must not be given with {others}: {name} does not compute both")
     for x in NEEDS.get(name, ()):
         if x not in given:
