@@ -581,55 +581,62 @@ def test_large_gradients_of_the_softmax_in_float16() -> None:
     check(replace(problem, do=problem.do * 2**12), "o")
 
 
-DELTA_TOKENS = [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 2, 6), (1, 34, 2), (1, 34, 2)]  # q, k, v, beta and g
+DELTA = "q k v beta g"
+DELTA_TOKENS = [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 2, 6), (1, 34, 2), (1, 34, 2)]
+OF_DELTA = {"scale": 0.7, "delta_rule": True}
 
 
 @pytest.mark.parametrize(
-    "family, shapes, constants",
+    "family, names, shapes, options",
     [
-        ("head_decay", [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 2, 6), (1, 34, 2), (2,), (1, 34, 2), (1, 2, 5, 6)],
-         (0.7,)),
-        ("channel_decay",
+        ("head_decay", "q k v g g_gamma beta initial_state",
+         [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 2, 6), (1, 34, 2), (2,), (1, 34, 2), (1, 2, 5, 6)], {"scale": 0.7}),
+        ("channel_decay", "q k v gk gv u initial_state",
          [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 1, 6), (1, 34, 1, 5), (1, 34, 1, 6), (1, 5), (1, 1, 5, 6)],
-         (0.7, False, False)),
-        ("delta_rule", [*DELTA_TOKENS, None, None, (1, 2, 5, 6)], (0.7, False)),
-        ("delta_rule", [*DELTA_TOKENS, None, (1, 34, 1, 5), (1, 2, 5, 6)], (0.7, True)),
-        ("delta_rule", [*DELTA_TOKENS, (1, 34, 2, 5), (1, 34, 1, 5), (1, 2, 5, 6)], (0.7, False)),
-        ("low_rank", [*[(1, 34, 1, 5)] * 2, (1, 34, 1, 6), *[(1, 34, 1, 5)] * 3, (1, 1, 5, 6)], (0.7, True)),
-        ("normalizer", [*[(1, 34, 1, 5)] * 2, (1, 34, 2, 6), *[(1, 34, 2)] * 3, (1, 2, 5)], (0.7, 0.1)),
-        ("scan", [(1, 34, 3), (1, 34, 3), (1, 3)], ()),
-        ("rg_lru", [*[(1, 34, 3)] * 3, (3,), (1, 3)], (None,)),  # without resets
-        ("short_conv", [(1, 34, 3), (3, 4), (3,), (1, 3, 4)], (True,)),
-        ("selective_scan", [(1, 18, 3), (1, 18, 3), (3, 2), (1, 18, 1, 2), (1, 18, 1, 2), (1, 3, 2)], ()),
+         {"scale": 0.7}),
+        ("delta_rule", f"{DELTA} initial_state", [*DELTA_TOKENS, (1, 2, 5, 6)], OF_DELTA),
+        ("delta_rule", f"{DELTA} a initial_state", [*DELTA_TOKENS, (1, 34, 1, 5), (1, 2, 5, 6)],
+         OF_DELTA | {"read_before": True}),
+        ("delta_rule", f"{DELTA} gk a initial_state",
+         [*DELTA_TOKENS, (1, 34, 2, 5), (1, 34, 1, 5), (1, 2, 5, 6)], OF_DELTA),
+        ("low_rank", "q k v a b gk initial_state",
+         [*[(1, 34, 1, 5)] * 2, (1, 34, 1, 6), *[(1, 34, 1, 5)] * 3, (1, 1, 5, 6)],
+         {"scale": 0.7, "read_before": True}),
+        ("normalizer", "q k x g beta floor initial_state",
+         [*[(1, 34, 1, 5)] * 2, (1, 34, 2, 6), *[(1, 34, 2)] * 3, (1, 2, 5)], {"scale": 0.7, "eps": 0.1}),
+        ("scan", "x g initial_state", [(1, 34, 3), (1, 34, 3), (1, 3)], {}),
+        ("rg_lru", "x r i a_param initial_state", [*[(1, 34, 3)] * 3, (3,), (1, 3)], {}),  # without resets
+        ("short_conv", "x weight bias initial_state", [(1, 34, 3), (3, 4), (3,), (1, 3, 4)], {"silu": True}),
+        ("selective_scan", "x dt A B C initial_state",
+         [(1, 18, 3), (1, 18, 3), (3, 2), (1, 18, 1, 2), (1, 18, 1, 2), (1, 3, 2)], {}),
     ],
     ids=["scalar", "vector", "delta", "delta that reads before", "delta with gates of channels", "low rank",
          "normaliser", "scan", "RG-LRU", "convolution", "selective"],
 )  # fmt: skip
 def test_one_gradient(
-    family: str, shapes: list[tuple[int, ...] | None], constants: tuple[float, ...]
+    family: str, names: str, shapes: list[tuple[int, ...]], options: dict[str, Any]
 ) -> None:
     """Each is what it is among all of them, and those that are not wanted are empty."""
-    backward = flat(part(family, "cuda"), "backward")
-    inputs = [None if shape is None else -torch.rand(shape) for shape in shapes]
-    do, d_final_state = (
-        torch.randn_like(inputs[0 if inputs[0].dim() == 3 else 2]),
-        torch.randn_like(inputs[-1]),
-    )
-    everything = range(len(inputs))
-    args = *inputs, None, *constants, do, d_final_state
-    expected = backward(*args, [True for _ in everything])
-    for i in everything:
-        if inputs[i] is None:
+    backward, module = flat(part(family, "cuda"), "backward"), part(family, "inputs")
+    given = {name: -torch.rand(shape) for name, shape in zip(names.split(), shapes, strict=True)}
+    first, state = next(iter(given.values())), given["initial_state"]
+    do = torch.randn_like(first if first.dim() == 3 else given.get("v", given.get("x")))
+    args = *module.Inputs(**given, **options), do, torch.randn_like(state)
+    everything = module.SIGNATURE.differentiable
+    expected = backward(*args, [name in given for name in everything])
+    for i, name in enumerate(everything):
+        if name not in given:
             continue
-        found = backward(*args, [i == j for j in everything])
+        found = backward(*args, [name == other for other in everything])
         # The sums of some kernels have another order where less is wanted, which float32 sees.
         torch.testing.assert_close(found[i], expected[i], rtol=1e-4, atol=1e-5)
-        assert all(found[j].shape == (0,) for j in everything if i != j)
+        assert all(x.shape == (0,) for x in (*found[:i], *found[i + 1 :]))
 
 
 def test_one_gradient_from_stored_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what a gradient of queries needs is given to the kernels, if it is the only one."""
     monkeypatch.setattr(plan, "stores_products", lambda *_: True)
-    for a, read_before in ((None, False), ((1, 34, 1, 5), True)):
-        shapes = [*DELTA_TOKENS, None, a, (1, 2, 5, 6)]
-        test_one_gradient("delta_rule", shapes, (0.7, read_before))
+    for a, shapes in ("", []), ("a", [(1, 34, 1, 5)]):
+        options = OF_DELTA | {"read_before": bool(a)}
+        names, shapes = f"{DELTA} {a} initial_state", [*DELTA_TOKENS, *shapes, (1, 2, 5, 6)]
+        test_one_gradient("delta_rule", names, shapes, options)
