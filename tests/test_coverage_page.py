@@ -65,6 +65,6 @@ def test_models_with_weights() -> None:
     for peer, _, ours, arguments in rows("Models"):
         loaded += names(peer) if "load_fla" in names(ours) else []
         made += re.findall(r'layer="(\w+)"', arguments)
-    assert len(loaded) == len(fla._FAMILIES)
+    assert len(loaded) == len(fla._MODEL_TYPES)
     for layer in made:
         assert issubclass(getattr(layers, layer), layers.recurrent.RecurrentLayer)

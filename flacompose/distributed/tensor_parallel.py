@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from flacompose._torch import pytree
 from flacompose.layers import Mamba, Mamba2, ShortConvolution
+from flacompose.layers.fused_projections import FusesProjections
 from flacompose.layers.griffin import RGLRUGates
-from flacompose.layers.joint import Joinable
 from flacompose.layers.recurrent import StatefulLayer
 from flacompose.models import RecurrentLM
 from flacompose.models.feed_forward import SwiGLU
@@ -91,7 +91,7 @@ def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:
     for path, part in module.named_modules():
         if isinstance(part, SoftmaxAttention):
             raise ValueError(f"module must contain no softmax attention, got some at {path or 'its root'!r}")
-        if isinstance(part, Joinable) and part.joint_sizes:
+        if isinstance(part, FusesProjections) and part.joint_sizes:
             raise ValueError(
                 "module must contain no layer that join_projections has changed, since the rows of a joint "
                 "projection are not ordered by heads: share out the heads of a model that is not joined, "

@@ -22,7 +22,7 @@ from flacompose.models.hub import import_mixin, is_of_hub
 from flacompose.models.weights import check_names, read_by, read_json, read_safetensors
 
 
-class _Family(NamedTuple):
+class _ModelType(NamedTuple):
     """The models of one `model_type`: their layer, and the keys of their config."""
 
     layer: str
@@ -59,19 +59,19 @@ _COMMON: dict[str, Any] = {
 _FIXED = {"attnres_block_size": None}
 _MAMBA = {"expand": 2, "hidden_act": "silu", "norm_eps": 1e-5, "num_hidden_layers": 48}
 
-_FAMILIES = {
-    "gla": _Family(
+_MODEL_TYPES = {
+    "gla": _ModelType(
         "GatedLinearAttention",
         "expand_k expand_v num_heads num_kv_heads feature_map use_short_conv conv_size use_output_gate "
         "elementwise_affine clamp_min fuse_norm",
         fixed={"use_gk": True, "use_gv": False},
     ),
-    "retnet": _Family(
+    "retnet": _ModelType(
         "MultiScaleRetention",
         "expand_k expand_v num_heads num_kv_heads feature_map use_output_gate elementwise_affine fuse_norm",
         {"hidden_ratio": 2},
     ),
-    "gsa": _Family(
+    "gsa": _ModelType(
         "GatedSlotAttention",
         "expand_k expand_v num_heads num_kv_heads num_slots use_short_conv conv_size feature_map "
         "gate_logit_normalizer elementwise_affine",
@@ -79,7 +79,7 @@ _FAMILIES = {
         fixed={"clamp_min": None, "clamp_max": None, "use_rope": False},
         constant=_NORM_EPS,
     ),
-    "rwkv6": _Family(
+    "rwkv6": _ModelType(
         "RWKV6Attention",
         "expand_k expand_v num_heads proj_low_rank_dim gate_low_rank_dim",
         {
@@ -90,7 +90,7 @@ _FAMILIES = {
             "norm_first": True,
         },
     ),
-    "rwkv7": _Family(
+    "rwkv7": _ModelType(
         "RWKV7Attention",
         "head_dim num_heads decay_low_rank_dim gate_low_rank_dim a_low_rank_dim v_low_rank_dim fuse_norm value_dim",
         {
@@ -107,39 +107,39 @@ _FAMILIES = {
         # The peer's models of RWKV7 with softmax attention raise an error in every call.
         fixed={"attn": None},
     ),
-    "hgrn2": _Family(
+    "hgrn2": _ModelType(
         "HGRN2Attention",
         "num_heads expand_ratio use_short_conv conv_size elementwise_affine",
         {"use_lower_bound": True},
         constant=_NORM_EPS,
     ),
-    "delta_net": _Family(
+    "delta_net": _ModelType(
         "DeltaNet",
         "expand_k expand_v num_heads use_beta use_gate use_short_conv conv_size allow_neg_eigval qk_activation "
         "qk_norm",
         {"num_heads": 16},
         fixed={"use_rope": False},
     ),
-    "gated_deltanet": _Family(
+    "gated_deltanet": _ModelType(
         "GatedDeltaNet",
         "expand_v head_dim num_heads num_v_heads use_gate use_short_conv allow_neg_eigval conv_size "
         "output_gate_activation",
         {"num_hidden_layers": 21},
     ),
-    "mamba": _Family(
+    "mamba": _ModelType(
         "Mamba",
         "state_size conv_kernel use_conv_bias dt_rank use_bias hidden_act",
         _MAMBA,
         fixed={"attn": None},
     ),
-    "mamba2": _Family(
+    "mamba2": _ModelType(
         "Mamba2",
         "num_heads head_dim state_size expand n_groups conv_kernel use_conv_bias hidden_act D_has_hdim rmsnorm "
         "norm_before_gate dt_limit use_bias",
         _MAMBA,
         fixed={"attn": None},
     ),
-    "mamba3": _Family(
+    "mamba3": _ModelType(
         "Mamba3",
         "state_size expand head_dim n_groups rope_fraction A_floor is_outproj_norm is_mimo mimo_rank use_bias "
         "A_activation",
@@ -147,11 +147,11 @@ _FAMILIES = {
         _MAMBA | {"num_heads": None},
         fixed={"attn": None},
     ),
-    "kda": _Family(
+    "kda": _ModelType(
         "KimiDeltaAttention",
         "expand_v head_dim num_heads num_v_heads use_short_conv allow_neg_eigval safe_gate lower_bound conv_size",
     ),
-    "comba": _Family(
+    "comba": _ModelType(
         "Comba",
         "expand_v head_dim num_heads num_v_heads use_output_gate use_short_conv conv_size",
         {"num_hidden_layers": 21},
@@ -202,14 +202,14 @@ def _without_values(given: Mapping[str, Any]) -> RecurrentLM:
 def _read(config: Mapping[str, Any]) -> RecurrentConfig:
     given = dict(config)
     model_type = given.pop("model_type", None)
-    family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
-        raise ValueError(f"config: model_type must be one of {', '.join(_FAMILIES)}, got {model_type!r}")
+    kind = _MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
+    if kind is None:
+        raise ValueError(f"config: model_type must be one of {', '.join(_MODEL_TYPES)}, got {model_type!r}")
     if model_type == "gsa":  # the peer's constructor misspells them, and its config.json does not
         for spelt, key in (("exapnd_k", "expand_k"), ("exapnd_v", "expand_v")):
             given.setdefault(key, given.pop(spelt, 1))
-    values = family.values()
-    fixed = _FIXED | family.fixed
+    values = kind.values()
+    fixed = _FIXED | kind.fixed
     unknown = sorted(map(str, set(given) - set(values) - set(fixed) - WITHOUT_EFFECT))
     if unknown:
         raise ValueError(
@@ -219,11 +219,11 @@ def _read(config: Mapping[str, Any]) -> RecurrentConfig:
         if given.get(key, value) != value:
             raise ValueError(f"config: {key} must be {value!r} in a {model_type}, got {given[key]!r}")
     values |= {key: value for key, value in given.items() if key in values}
-    return _config(str(model_type), family, values)
+    return _config(str(model_type), kind, values)
 
 
-def _config(model_type: str, family: _Family, values: dict[str, Any]) -> RecurrentConfig:
-    options = {key: values[key] for key in family.options.split()} | family.constant
+def _config(model_type: str, kind: _ModelType, values: dict[str, Any]) -> RecurrentConfig:
+    options = {key: values[key] for key in kind.options.split()} | kind.constant
     rwkv, mamba = model_type in ("rwkv6", "rwkv7"), model_type.startswith("mamba")
     if not mamba:
         options["mode"] = _mode(values["attn_mode"])
@@ -256,7 +256,7 @@ def _config(model_type: str, family: _Family, values: dict[str, Any]) -> Recurre
             hidden_size=values["hidden_size"],
             num_hidden_layers=values["num_hidden_layers"],
             intermediate_size=None if mamba else _intermediate_size(values, model_type),
-            layer=family.layer,
+            layer=kind.layer,
             layer_options=options,
             feed_forward=model_type if rwkv else "none" if mamba else "swiglu",
             feed_forward_act=values["hidden_act"] if rwkv else "sqrelu",

@@ -36,7 +36,7 @@ from flacompose.integrations.modeling.convolution import convolve, convolve_step
 from flacompose.integrations.modeling.delta_rule import delta_rule, step
 from flacompose.integrations.modeling.forward import plain_layer_forward
 from flacompose.integrations.modeling.mamba_scan import no_fused_block, selective_scan, ssd, state_space_step
-from flacompose.layers.joint import join
+from flacompose.layers.fused_projections import join
 from flacompose.ops import chunk_gated_delta_rule, chunk_kda
 
 OLDEST, NEWEST = (5, 17), (5, 24)
@@ -91,7 +91,7 @@ FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 # The projections of a class that read the same input, with small ones last. Kimi's `f_a_proj` reads it too, but the
 # module of the forget gate calls it.
 _QKV, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-JOINABLE = {
+FUSIBLE = {
     "KimiLinearAttention": ("q_proj", "q_a_proj", "kv_a_proj_with_mqa"),
     "KimiLinearDeltaAttention": (*_QKV, "g_a_proj", "b_proj"),
     "KimiLinearMLP": _MLP,
@@ -134,11 +134,11 @@ def join_projections(model: nn.Module) -> None:
     new: list[Any] = []
     for path, module in model.named_modules():
         for owner in _files_classes(type(module)):
-            if owner.__name__ in JOINABLE:
+            if owner.__name__ in FUSIBLE:
                 found[path] = module
-                if not hasattr(module, "joinable"):
+                if not hasattr(module, "fusible"):
                     new.append(module)
-                    module.joinable, module.joint_sizes = JOINABLE[owner.__name__], ()
+                    module.fusible, module.joint_sizes = FUSIBLE[owner.__name__], ()
     if not found:
         raise ValueError(
             f"model must contain a layer whose projections can be joined, got {type(model).__name__}"
@@ -147,7 +147,7 @@ def join_projections(model: nn.Module) -> None:
         join(model, found)
     except (TypeError, ValueError):  # of the checks, before anything is joined
         for module in new:
-            del module.joinable, module.joint_sizes
+            del module.fusible, module.joint_sizes
         raise
     if hasattr(model, "save_pretrained"):
         vars(model)["save_pretrained"] = _refuse_to_save

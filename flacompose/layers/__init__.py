@@ -2,8 +2,8 @@
 
 Every layer is called the same way,
 ``layer(hidden_states, state=None, *, attention_mask=None, cu_seqlens=None, num_states=None)``, and returns
-``(output, state)``; the state is a `RecurrentState`, new each time, or with `num_states` a `RecurrentStates`. Layers of
-RWKV7 have one argument and one result more, the values of the first layer of a model.
+``(output, state)``. The state is a new `RecurrentState`, or with `num_states` a `RecurrentStates`. Layers of RWKV7 also
+take and return the values of the first layer of a model.
 """
 
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from flacompose.layers.abc import ABCAttention
 from flacompose.layers.based import BasedLinearAttention
 from flacompose.layers.comba import Comba
 from flacompose.layers.delta_net import DeltaNet
+from flacompose.layers.fused_projections import join_projections
 from flacompose.layers.gated_deltanet import GatedDeltaNet
 from flacompose.layers.gated_deltaproduct import GatedDeltaProduct
 from flacompose.layers.gdn2 import GatedDeltaNet2
@@ -21,7 +22,6 @@ from flacompose.layers.griffin import GriffinRecurrentBlock
 from flacompose.layers.gsa import GatedSlotAttention
 from flacompose.layers.hgrn import HGRNAttention
 from flacompose.layers.hgrn2 import HGRN2Attention
-from flacompose.layers.joint import join_projections
 from flacompose.layers.kda import KimiDeltaAttention
 from flacompose.layers.lightnet import LightNetAttention
 from flacompose.layers.lightning_attn import LightningAttention

@@ -1,4 +1,4 @@
-"""Argument checks of the layers, in the words of the ops', without reading a tensor's values."""
+"""Argument checks of the layers, with the same messages as the ops. They read no values of tensors."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from flacompose.ops._tensors.sizes import always_true, violated
 
 
 def one_of(name: str, x: object, choices: Iterable[str], why: str = "") -> None:
-    if x not in tuple(choices):  # a tuple, since `x` may be something that cannot be hashed
+    if x not in tuple(choices):  # a tuple, since `x` may not be hashable
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {x!r}{why}")
 
 
 def optional_flag(name: str, x: object) -> bool:
-    """Check that `x` is a bool or None, which stands for False; return the bool."""
+    """Check that `x` is a bool or None; return the bool, False for None."""
     if x is not None and not isinstance(x, bool):
         raise TypeError(f"{name} must be a bool or None, got {shown(x)}")
     return x is True
@@ -52,7 +52,7 @@ def head_size(name: str, x: int) -> None:
 
 
 def positive_int(name: str, x: float, divisor_name: str = "", divisor: int = 1) -> int:
-    """Check that `x` is, apart from rounding, a positive int that `divisor` divides; return that int."""
+    """Check that `x` is, up to rounding, a positive multiple of `divisor`; return it as an int."""
     size = round(x) if math.isfinite(x) else 0
     if size < 1 or size % divisor != 0 or not math.isclose(x, size):
         expected = f"multiple of {divisor_name} = {divisor}" if divisor_name else "int"
@@ -61,7 +61,7 @@ def positive_int(name: str, x: float, divisor_name: str = "", divisor: int = 1) 
 
 
 def ascending(name: str, x: tuple[float, float]) -> None:
-    """Check that `x` holds two ascending finite bounds above 0."""
+    """Check that `x` holds two finite bounds above 0, in ascending order."""
     if not isinstance(x, (tuple, list)):
         raise TypeError(f"{name} must be a tuple of two bounds, got {type(x).__name__}")
     for i, bound in enumerate(x):
@@ -71,8 +71,8 @@ def ascending(name: str, x: tuple[float, float]) -> None:
     finite(f"{name}[1]", x[1])
 
 
-def first_time_steps(dt_min: float, dt_max: float, dt_init_floor: float) -> None:
-    """Check the bounds of first time steps."""
+def initial_time_steps(dt_min: float, dt_max: float, dt_init_floor: float) -> None:
+    """Check the bounds of initial time steps."""
     for name, step in (("dt_min", dt_min), ("dt_max", dt_max), ("dt_init_floor", dt_init_floor)):
         finite(name, step)
     ascending("(dt_min, dt_max)", (dt_min, dt_max))
@@ -127,14 +127,14 @@ def optional_float_dtype(dtype: torch.dtype | None) -> None:
 
 
 def is_one(size: int) -> bool:
-    """Whether `size` is 1 and always will be: not if it is symbolic, or a tensor under ``torch.jit.trace``."""
+    """Whether `size` is always 1. A symbolic size, or a tensor of ``torch.jit.trace``, is not."""
     return always_true(size == 1)
 
 
 def packed(name: str, x: Tensor, cu_seqlens: Tensor) -> int:
-    """Check the bounds of the sequences packed in `x`, called `name`, return their number."""
+    """Check the bounds of the sequences packed in `x`, called `name`; return the number of sequences."""
     tensor("cu_seqlens", cu_seqlens)
-    if violated(x.shape[0] == 1):  # checked before `sequences`, whose message names an argument of the op
+    if violated(x.shape[0] == 1):  # `sequences` checks it too, but its message names an argument of the op
         raise ValueError(f"cu_seqlens needs {name} of one row (B = 1), got B = {x.shape[0]}")
     same_device("cu_seqlens", cu_seqlens, x)
     return sequences(x, cu_seqlens)

@@ -35,33 +35,33 @@ class ABCAttention(RecurrentLayer):
 
     Args:
         hidden_size: Size of the input and of the output.
-        expand_k: The keys of all heads take ``hidden_size * expand_k``.
-        expand_v: The values of all heads take ``hidden_size * expand_v``.
+        expand_k: Size of the keys of all heads: ``hidden_size * expand_k``.
+        expand_v: Size of the values of all heads: ``hidden_size * expand_v``.
         num_heads: Number of heads ``H``.
         use_short_conv: Whether queries, keys and values pass a `ShortConvolution` with silu.
-        conv_size: Its width ``W``.
-        conv_bias: Whether it has a bias.
+        conv_size: Width ``W`` of the convolutions.
+        conv_bias: Whether the convolutions have a bias.
         num_slots: Number of slots ``M`` of a head, at most 512. Default: as many as a head has keys, ``K``.
         elementwise_affine: Whether the norm has a weight; None stands for False.
         norm_eps: Added to the mean square in the norm.
-        gate_low_rank_dim: Kept as an attribute and not used, as in the peer.
-        gate_logit_normalizer: Kept as an attribute and not used, as in the peer.
-        use_rope: Whether queries and keys are turned by their positions; a head then has an even number of keys.
+        gate_low_rank_dim: Kept as an attribute and not used, as in flash-linear-attention.
+        gate_logit_normalizer: Kept as an attribute and not used, as in flash-linear-attention.
+        use_rope: Whether queries and keys get a rotary embedding. A head then has an even number of keys.
         use_input_gate: Whether queries, keys and values pass silu.
         use_output_gate: Whether the output is gated.
         use_norm: Whether the output is normed.
-        clamp_min: Least logit of a slot. None for no bound.
-        clamp_max: Greatest logit of a slot. None for no bound.
+        clamp_min: Lower bound of the logits of slots, or None.
+        clamp_max: Upper bound of the logits of slots, or None.
         layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
         device: Device of the parameters.
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for a norm without a gate.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 512 slots.
+        ValueError: If an argument has a wrong value, the heads do not divide the sizes, or a head has over 512 slots.
         TypeError: If an argument has the wrong type.
     """
 
-    joinable = ("q_proj", "k_proj", "v_proj", "g_proj", "s_proj")
+    fusible = ("q_proj", "k_proj", "v_proj", "g_proj", "s_proj")
     clamp_min = number("clamp_min")
     clamp_max = number("clamp_max")
 

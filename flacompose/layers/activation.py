@@ -1,4 +1,4 @@
-"""Activations by name, for gates and feature maps: the names that flash-linear-attention gives them."""
+"""Activations of gates and feature maps, by the names of flash-linear-attention."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activation(argument: str, name: str) -> Callable[[Tensor], Tensor]:
-    """The activation called ``name``, which the user passed as ``argument``."""
+    """The activation called ``name``. Errors call the argument ``argument``."""
     why = " (bias_gelu takes a bias, which this layer does not have)" if name == "bias_gelu" else ""
     _check.one_of(argument, name, ACTIVATIONS, why)
     return ACTIVATIONS[name]

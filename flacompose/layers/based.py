@@ -19,10 +19,10 @@ class BasedLinearAttention(WeightedMeanLayer):
     [o_t, n_t] = S_t^\top \phi(q_t) \qquad y = \frac{o}{n + \text{eps}}\, W_o$$
 
     From "Simple linear attention language models balance the recall-throughput tradeoff"
-    (<https://arxiv.org/abs/2402.18668>). The ``F = (K + 1) (K + 2) / 2`` features $\phi(y)$ of a head are 1, its ``K``
-    channels, their squares and their products, each times a number. The recurrent state is ``[N, H, F, V + 1]``, whose
+    (<https://arxiv.org/abs/2402.18668>). The ``F = (K + 1) (K + 2) / 2`` features $\phi(y)$ of a head are 1, the ``K``
+    channels, their squares and their products, each times a constant. The recurrent state is ``[N, H, F, V + 1]``. Its
     last column is the sum of the features of all keys. Arguments, defaults and parameter names are those of
-    flash-linear-attention 0.6, whose checkpoints load; only the default of `mode` is another.
+    flash-linear-attention 0.6, whose checkpoints load; only the default of `mode` differs.
 
     Args:
         hidden_size: Size of the input and of the output.
@@ -30,15 +30,15 @@ class BasedLinearAttention(WeightedMeanLayer):
         num_key_value_heads: The same as `num_heads`.
         num_heads: Number of heads ``H``, each of ``V = hidden_size // num_heads`` values.
         feature_name: "taylor_exp", the only map.
-        eps: Added to the sum of the weights, above 0. Each weight is at least 1/2, so that it hardly matters.
+        eps: Added to the sum of the weights, above 0. It hardly matters, since each weight is at least 1/2.
         causal: True: a token sees no later one.
-        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
-            "parallel" and "fused_chunk" are refused: there are no such ops, and "chunk" is the same function.
+        mode: "chunk" or "fused_recurrent", two forms of the same function. A single token always takes the second.
+            "parallel" and "fused_chunk" are refused, since "chunk" computes the same function.
         device: Device of the parameters.
         dtype: Dtype of the parameters. Default: PyTorch's default.
 
     Raises:
-        ValueError: If an argument is none of these, or there are more heads than channels.
+        ValueError: If an argument has a wrong value, or there are more heads than channels.
         TypeError: If an argument has the wrong type.
     """
 

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.delta_layer import DeltaLayer
-from flacompose.layers.first_values import set_first_decays
 from flacompose.layers.heads import in_heads, repeat_heads
+from flacompose.layers.initialization import init_decays_
 from flacompose.layers.layout import Layout
 from flacompose.layers.recurrent import factory_of, linears
 from flacompose.layers.state import RecurrentState
@@ -18,7 +18,7 @@ from flacompose.ops.gated_delta_rule import log_decay
 
 
 class Comba(DeltaLayer):
-    r"""A layer of the delta rule that reads what it replaces before the state decays, of $x$, per head:
+    r"""A layer of the delta rule that reads the replaced value before the state decays, of $x$, per head:
 
     $$q' = \operatorname{silu}(\operatorname{conv}(x W_q)) \quad k' = \operatorname{silu}(\operatorname{conv}(x W_k))
     \quad v = \operatorname{silu}(\operatorname{conv}(x W_v)) \quad p' = \operatorname{sigmoid}(decay)\, k'$$
@@ -30,38 +30,38 @@ class Comba(DeltaLayer):
 
     From "Comba: Improving Bilinear RNNs with Closed-loop Control" (<https://arxiv.org/abs/2506.02475>). Arguments,
     defaults and parameter names are those of flash-linear-attention 0.6, whose checkpoints load. As there, $p'$ is
-    divided by its norm, so that the inner decay has its effect through $q$ alone.
+    divided by its norm, so the inner decay changes only $q$.
 
     Heads of more than 512 values are kept in the state as ``P`` heads of equal parts of their values: the recurrent
     state is ``[N, HV * P, K, V / P]``.
 
     Args:
         hidden_size: Size of the input and of the output.
-        expand_v: A head has ``V = head_dim * expand_v`` values.
+        expand_v: Number of values of a head: ``V = head_dim * expand_v``.
         head_dim: Keys of a head, ``K``.
         num_heads: Number of heads ``H`` of queries and keys, of $D$ and of the inner decay.
-        num_v_heads: Number of heads ``HV`` of values, decays and $\beta$, a multiple of ``H``: neighbours share one of
-            queries and keys. Default: ``H``.
-        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
+        num_v_heads: Number of heads ``HV`` of values, decays and $\beta$, a multiple of ``H``; neighbouring
+            value heads share queries and keys. Default: ``H``.
+        mode: "chunk" or "fused_recurrent", two forms of the same function. A single token always takes the second.
         use_short_conv: Whether queries, keys and values pass a `ShortConvolution`.
         use_output_gate: Whether the normed output is gated.
-        use_output_correction: Whether $D\, p'$ is subtracted from the query. Otherwise $q$ is made of $q'$ alone.
+        use_output_correction: Whether $D\, p'$ is subtracted from $q'$.
         use_inner_decay: Whether $p'$ is the key times a learned number from 0 to 1. Otherwise it is the key.
-        correction_factor: First value of $D$. The authors advise 1, or 0.02 for small models.
+        correction_factor: Initial value of $D$. The authors advise 1, or 0.02 for small models.
         conv_size: Width ``W`` of the convolutions.
-        conv_bias: Whether they have a bias.
+        conv_bias: Whether the convolutions have a bias.
         layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
         norm_eps: Added to the mean square in the norm of the output.
         device: Device of the parameters.
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for `A_log` and for a norm without a gate.
 
     Raises:
-        ValueError: If an argument is none of these, a size is not whole, `correction_factor` is not finite, or a head
-            has over 512 keys or values that have no equal parts of at most 512.
+        ValueError: If an argument has a wrong value, a size is not an integer, `correction_factor` is not finite, or a
+            head has over 512 keys or values that have no equal parts of at most 512.
         TypeError: If an argument has the wrong type.
     """
 
-    joinable = ("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj")
+    fusible = ("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj")
 
     def __init__(
         self,
@@ -106,12 +106,12 @@ class Comba(DeltaLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the first values of the parameters that no submodule has."""
+        """Initialize the parameters of the layer itself."""
         if self.use_inner_decay:
             nn.init.ones_(self.decay)
         if self.use_output_correction:
             nn.init.constant_(self.D, self.correction_factor)
-        set_first_decays(self.A_log, self.dt_bias, low=0)
+        init_decays_(self.A_log, self.dt_bias, low=0)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         q, k, v, gate, a, b = self._projections(x)
@@ -125,7 +125,7 @@ class Comba(DeltaLayer):
         v, q, k, p = self._in_heads(v, q, k, p)
         g = log_decay(upcast(a), self.A_log, self.dt_bias)  # [B, T, HV]
         beta = self._gate_of_keys(b)  # [B, T, HV]
-        # A token whose decay and beta are 0 leaves the state as it is.
+        # A token whose decay and beta are 0 does not change the state.
         g, beta = (repeat_heads(tokens.masked(y), self.value_parts) for y in (g, beta))
 
         comba = self._op(chunk_comba, fused_recurrent_comba, x, past.recurrent, tokens)

@@ -1,4 +1,4 @@
-"""The heads of layers of the gated delta rule, and the gated norm of each head."""
+"""The heads and the gated norm of layers of the gated delta rule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flacompose.ops._tensors.dtype import upcast
 
 
 class DeltaLayer(RecurrentLayer):
-    """A layer with `num_v_heads` heads of values, neighbours of which share a head of queries and keys."""
+    """A layer with `num_v_heads` value heads. Neighbouring value heads share a head of queries and keys."""
 
     allow_neg_eigval = False
 
@@ -46,7 +46,7 @@ class DeltaLayer(RecurrentLayer):
         conv: tuple[tuple[int, int], ...],
         factory: Factory,
     ) -> None:
-        """Make the norm of each head, gated by a projection `gate` of the input, and the shapes of the state."""
+        """Make the norm of heads, gated by the projection `gate` of the input, and the shapes of the state."""
         HV, V, parts = self.num_v_heads, self.head_v_dim, self.value_parts
         if gate is not None:
             self.g_proj = gate
@@ -64,16 +64,16 @@ class DeltaLayer(RecurrentLayer):
         return (outputs if self.use_short_conv else tuple(F.silu(y) for y in outputs)), conv
 
     def _in_heads(self, v: Tensor, *of_keys: Tensor) -> list[Tensor]:
-        """``v [B, T, HV * V]`` in heads, a head for each part of one, and `of_keys` in the heads that go with them.
+        """``v [B, T, HV * V]`` and `of_keys` in heads of values. Each part of a large head is a head.
 
-        ``[B, T, H * K]`` is put in heads, ``[B, T, H, K]`` is in heads already.
+        `of_keys` are ``[B, T, H * K]`` or ``[B, T, H, K]``.
         """
         heads = self.num_v_heads * self.value_parts
         keys = (y if y.ndim == 4 else in_heads(y, self.num_heads) for y in of_keys)
         return [v.unflatten(-1, (heads, -1)), *(sharded_like_values(y, v, heads) for y in keys)]
 
     def _gate_of_keys(self, b: Tensor) -> Tensor:
-        """The share of a key's value in the state that is replaced: at most 1, or 2 with `allow_neg_eigval`."""
+        """The share of the stored value that is replaced: at most 1, or 2 with `allow_neg_eigval`."""
         gate = upcast(b).sigmoid()
         return 2 * gate if self.allow_neg_eigval else gate
 

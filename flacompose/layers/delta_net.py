@@ -31,35 +31,35 @@ class DeltaNet(RecurrentLayer):
     0.6, whose checkpoints load.
 
     Args:
-        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
-            "fused_chunk" is refused: there is no such op, and the peer's constructor only raises.
-        d_model: Another name of `hidden_size`, which it replaces if it is given.
+        mode: "chunk" or "fused_recurrent", two forms of the same function. A single token always takes the second.
+            "fused_chunk" is refused, as in flash-linear-attention, where it raises an error.
+        d_model: Another name of `hidden_size`. If given, it replaces `hidden_size`.
         hidden_size: Size of the input and of the output.
-        expand_k: The keys of all heads take ``hidden_size * expand_k``.
-        expand_v: The values of all heads take ``hidden_size * expand_v``.
+        expand_k: Size of the keys of all heads: ``hidden_size * expand_k``.
+        expand_v: Size of the values of all heads: ``hidden_size * expand_v``.
         num_heads: Number of heads ``H``.
         use_beta: Whether $\beta$ is computed. Otherwise it is 1.
         use_gate: Whether the normed output is multiplied by $\operatorname{silu}(x W_g)$.
         use_short_conv: Whether queries, keys and values pass a `ShortConvolution`.
-        conv_size: Its width ``W``.
-        conv_bias: Whether it has a bias.
-        allow_neg_eigval: Whether $\beta$ is doubled, so that a token may reverse what the state holds along its key
+        conv_size: Width ``W`` of the convolutions.
+        conv_bias: Whether the convolutions have a bias.
+        allow_neg_eigval: Whether $\beta$ is doubled, so that a token may reverse the state along its key
             (<https://arxiv.org/abs/2411.12537>).
         layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
         qk_activation: $\phi$ of queries and keys: "silu", "relu", "elu" ($\operatorname{elu}(x) + 1$) or "identity".
-        qk_norm: What queries and keys are divided by: "l2", the root of the sum of their squares, or "sum", the sum of
-            their absolute values.
+        qk_norm: Norm that queries and keys are divided by: "l2", the root of the sum of squares, or "sum", the sum of
+            absolute values.
         norm_eps: Added to the mean square in the norm of the output.
         device: Device of the parameters.
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for a norm without a gate.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 512 keys.
+        ValueError: If an argument has a wrong value, the heads do not divide the sizes, or a head has over 512 keys.
         TypeError: If an argument has the wrong type.
     """
 
     chunk_modes = ("fused_chunk",)
-    joinable = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj")
+    fusible = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj")
 
     def __init__(
         self,

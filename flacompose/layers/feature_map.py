@@ -1,4 +1,4 @@
-"""Feature maps of queries and keys, each head by itself, under the names that flash-linear-attention gives them."""
+"""Feature maps of each head of queries or keys, by the names of flash-linear-attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flacompose.layers.first_values import identity_, with_first_values
+from flacompose.layers.initialization import identity_, with_initializers
 from flacompose.layers.norm import rms_norm
 from flacompose.ops._tensors.dtype import upcast
 
@@ -22,7 +22,7 @@ class HedgehogFeatureMap(nn.Module):
 
     def __init__(self, head_dim: int, **factory: Any) -> None:
         super().__init__()
-        self.layer = with_first_values(
+        self.layer = with_initializers(
             nn.Linear(head_dim, head_dim, **factory), weight=identity_, bias=nn.init.zeros_
         )
 
@@ -69,7 +69,7 @@ class DPFPFeatureMap(nn.Module):
 
 
 def elu_plus_one(x: Tensor) -> Tensor:
-    # Not elu(x) + 1, whose sum would round exp(x) away where it is small.
+    # elu(x) + 1 would round a small exp(x) away.
     return torch.where(x > 0, x + 1, x.masked_fill(x > 0, 0).exp())
 
 
@@ -81,8 +81,8 @@ class ELUFeatureMap(nn.Module):
 
 
 def squares_and_products(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The squares of the channels of ``x [..., K]``, and the products of each with all that follow it."""
-    # By slices, since DTensor has no rule for an index by a plain tensor.
+    """The squares of the channels of ``x [..., K]``, and the products of all pairs of channels."""
+    # Slices, since DTensor cannot be indexed by a plain tensor.
     products = [x[..., i : i + 1] * x[..., i + 1 :] for i in range(x.shape[-1] - 1)]
     return x.square(), torch.cat(products, -1) if products else x[..., :0]
 
@@ -137,7 +137,7 @@ class QuadraticFeatureMap(nn.Module):
         return torch.cat([squares, products * 2**0.5], -1)
 
 
-# Each map by its name: the function that makes it for a head size, and the multiple of this size that it outputs.
+# By the name of a map: the function that makes it for a head size, and the factor by which it enlarges heads.
 FEATURE_MAPS: dict[str, tuple[Callable[..., nn.Module], int]] = {
     "hedgehog": (HedgehogFeatureMap, 2),
     "t2r": (T2RFeatureMap, 1),

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.delta_layer import DeltaLayer
-from flacompose.layers.first_values import set_first_decays
 from flacompose.layers.heads import repeat_heads
+from flacompose.layers.initialization import init_decays_
 from flacompose.layers.layout import Layout
 from flacompose.layers.recurrent import factory_of, linears
 from flacompose.layers.state import RecurrentState
@@ -36,18 +36,18 @@ class GatedDeltaNet(DeltaLayer):
 
     Args:
         hidden_size: Size of the input and of the output.
-        expand_v: A head has ``V = head_dim * expand_v`` values.
+        expand_v: Number of values of a head: ``V = head_dim * expand_v``.
         head_dim: Keys of a head, ``K``.
         num_heads: Number of heads ``H`` of queries and keys.
-        num_v_heads: Number of heads ``HV`` of values, decays and $\beta$, a multiple of ``H``: neighbours share one of
-            queries and keys. Default: ``H``.
-        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
+        num_v_heads: Number of heads ``HV`` of values, decays and $\beta$, a multiple of ``H``; neighbouring
+            value heads share queries and keys. Default: ``H``.
+        mode: "chunk" or "fused_recurrent", two forms of the same function. A single token always takes the second.
         use_gate: Whether the normed output is gated.
         use_short_conv: Whether queries, keys and values pass a `ShortConvolution`.
-        allow_neg_eigval: Whether $\beta$ is doubled, so that a token may reverse what the state holds along its key
+        allow_neg_eigval: Whether $\beta$ is doubled, so that a token may reverse the state along its key
             (<https://arxiv.org/abs/2411.12537>).
         conv_size: Width ``W`` of the convolutions.
-        conv_bias: Whether they have a bias.
+        conv_bias: Whether the convolutions have a bias.
         layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
         norm_eps: Added to the mean square in the norm of the output.
         output_gate_activation: Of the output gate: "swish" or "silu", or "sigmoid".
@@ -55,12 +55,12 @@ class GatedDeltaNet(DeltaLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for `A_log` and for a norm without a gate.
 
     Raises:
-        ValueError: If an argument is none of these, a size is not whole, or a head has over 512 keys or values that
-            have no equal parts of at most 512.
+        ValueError: If an argument has a wrong value, a size is not an integer, or a head has over 512 keys or values
+            that have no equal parts of at most 512.
         TypeError: If an argument has the wrong type.
     """
 
-    joinable = ("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj")
+    fusible = ("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj")
 
     def __init__(
         self,
@@ -98,8 +98,8 @@ class GatedDeltaNet(DeltaLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the first values of the parameters that no submodule has."""
-        set_first_decays(self.A_log, self.dt_bias, low=0)
+        """Initialize the parameters of the layer itself."""
+        init_decays_(self.A_log, self.dt_bias, low=0)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         q, k, v, gate, a, b = self._projections(x)
@@ -107,7 +107,7 @@ class GatedDeltaNet(DeltaLayer):
         v, q, k = self._in_heads(v, q, k)
         g = log_decay(upcast(a), self.A_log, self.dt_bias)  # [B, T, HV]
         beta = self._gate_of_keys(b)  # [B, T, HV]
-        # A token whose decay and beta are 0 leaves the state as it is.
+        # A token whose decay and beta are 0 does not change the state.
         g, beta = (repeat_heads(tokens.masked(y), self.value_parts) for y in (g, beta))
 
         gated_delta_rule = self._op(

@@ -1,4 +1,4 @@
-"""The output of GLA and similar layers: each head normed, then gated."""
+"""The output of GLA and similar layers: a norm of each head, then a gate."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from flacompose.layers.recurrent import Factory, RecurrentLayer
 
 
 class GatedOutputLayer(RecurrentLayer):
-    """A layer whose heads are normed and gated: by one module, or by a norm and a product, which round twice.
+    """A layer that norms and gates its heads, by one module or by two, which round twice.
 
-    The two ways have other names of parameters.
+    The names of the parameters differ between one module and two.
     """
 
     num_heads: int
@@ -27,7 +27,7 @@ class GatedOutputLayer(RecurrentLayer):
         fuse_norm: bool,
         factory: Factory,
     ) -> None:
-        """Make the norm of heads of ``V`` values. `fuse_norm` joins it with a gate, if that is "swish"."""
+        """Make the norm of heads of ``V`` values. `fuse_norm` fuses it with a "swish" gate."""
         self.gate_fn = activation("gate_fn", gate_fn)
         self.fuse_norm_and_gate = fuse_norm and gate_fn == "swish"
         if self.fuse_norm_and_gate:
@@ -37,7 +37,7 @@ class GatedOutputLayer(RecurrentLayer):
             self.g_norm = RMSNorm(V, elementwise_affine, norm_eps, device, dtype)
 
     def _normed(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        """``o [B, T, H, V]`` normed, and gated by ``gate [B, T, H * V]`` if there is one: ``[B, T, H * V]``."""
+        """``o [B, T, H, V]``, normed and, with ``gate [B, T, H * V]``, gated: ``[B, T, H * V]``."""
         if gate is not None:
             gate = gate.unflatten(-1, (self.num_heads, -1))
         if self.fuse_norm_and_gate:

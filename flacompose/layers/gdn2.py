@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from flacompose.layers.delta_layer import DeltaLayer
-from flacompose.layers.first_values import set_first_decays
 from flacompose.layers.heads import in_heads, repeat_heads
+from flacompose.layers.initialization import init_decays_
 from flacompose.layers.layout import Layout
 from flacompose.layers.recurrent import factory_of, linears, low_rank
 from flacompose.layers.state import RecurrentState
@@ -38,29 +38,30 @@ class GatedDeltaNet2(DeltaLayer):
 
     Args:
         hidden_size: Size of the input and of the output.
-        expand_v: A head has ``V = head_dim * expand_v`` values, which is also the rank of $W_1 W_2$ and of $W_3 W_4$.
+        expand_v: Number of values of a head: ``V = head_dim * expand_v``, which is also the rank of $W_1 W_2$ and of
+            $W_3 W_4$.
         head_dim: Keys of a head, ``K``.
         num_heads: Number of heads ``H`` of queries, keys, decays and $b$.
-        num_v_heads: Number of heads ``HV`` of values and $w$, a multiple of ``H``: neighbours share one of queries,
+        num_v_heads: Number of heads ``HV`` of values and $w$, a multiple of ``H``; neighbouring heads share queries,
             keys, decays and $b$. Default: ``H``.
-        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
+        mode: "chunk" or "fused_recurrent", two forms of the same function. A single token always takes the second.
         use_short_conv: Whether queries, keys and values pass a `ShortConvolution`.
-        allow_neg_eigval: Whether $b$ is doubled, so that a token may reverse what the state holds along its key
+        allow_neg_eigval: Whether $b$ is doubled, so that a token may reverse the state along its key
             (<https://arxiv.org/abs/2411.12537>).
         conv_size: Width ``W`` of the convolutions.
-        conv_bias: Whether they have a bias.
+        conv_bias: Whether the convolutions have a bias.
         layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
         norm_eps: Added to the mean square in the norm of the output.
         device: Device of the parameters.
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for `A_log` and `dt_bias`.
 
     Raises:
-        ValueError: If an argument is none of these, a size is not whole, or a head has over 512 keys or values that
-            have no equal parts of at most 512.
+        ValueError: If an argument has a wrong value, a size is not an integer, or a head has over 512 keys or values
+            that have no equal parts of at most 512.
         TypeError: If an argument has the wrong type.
     """
 
-    joinable = ("q_proj", "k_proj", "v_proj", "b_proj", "w_proj", "f_proj.0", "g_proj.0")
+    fusible = ("q_proj", "k_proj", "v_proj", "b_proj", "w_proj", "f_proj.0", "g_proj.0")
 
     def __init__(
         self,
@@ -95,15 +96,15 @@ class GatedDeltaNet2(DeltaLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the first values of the parameters that no submodule has."""
-        set_first_decays(self.A_log, self.dt_bias, low=1)
+        """Initialize the parameters of the layer itself."""
+        init_decays_(self.A_log, self.dt_bias, low=1)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         q, k, v, b, w, a, gate = self._projections(x)
         (q, k, v), conv = self._activated(q, k, v, past, tokens)
         a, A_log, bias = (in_heads(y, self.num_heads) for y in (a, self.A_log, self.dt_bias))
         g = log_decay(upcast(a), A_log, bias)  # [B, T, H, K]
-        # A token whose decay and key are 0 leaves the state as it is.
+        # A token whose decay and key are 0 does not change the state.
         v, q, k, b, g = self._in_heads(v, q, tokens.masked(k), self._gate_of_keys(b), tokens.masked(g))
         g, w = repeat_heads(g, v.shape[2] // g.shape[2]), upcast(w).sigmoid().unflatten(-1, (v.shape[2], -1))
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from flacompose._errors import ValueError
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
-from flacompose.layers.first_values import before_softplus
 from flacompose.layers.heads import in_heads
+from flacompose.layers.initialization import inverse_softplus
 from flacompose.layers.layout import Layout
 from flacompose.layers.recurrent import Factory, RecurrentLayer, factory_of
 from flacompose.layers.rotary import positions
@@ -33,7 +33,7 @@ class GriffinRecurrentBlock(RecurrentLayer):
     of transformers, whose weights load.
 
     Args:
-        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
+        mode: "chunk" or "fused_recurrent", two forms of the same function. A single token always takes the second.
         hidden_size: Size of the input and of the output.
         num_heads: Number of equal blocks of $W_r$ and of $W_i$.
         lru_width: Channels ``D`` of the recurrence. Default: `hidden_size`.
@@ -45,11 +45,11 @@ class GriffinRecurrentBlock(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default.
 
     Raises:
-        ValueError: If an argument is none of these, or `num_heads` does not divide `lru_width`.
+        ValueError: If an argument has a wrong value, or `num_heads` does not divide `lru_width`.
         TypeError: If an argument has the wrong type.
     """
 
-    joinable = ("linear_x", "linear_y")
+    fusible = ("linear_x", "linear_y")
     convolutions = ("conv_1d",)
 
     def __init__(
@@ -91,7 +91,7 @@ class GriffinRecurrentBlock(RecurrentLayer):
         first = position == 0
         if tokens.is_token is not None:
             first = first & tokens.is_token
-        # A pad whose recurrence gate is closed keeps all of the state, and writes nothing.
+        # A pad, whose recurrence gate is closed, does not change the state.
         rg_lru = self._op(chunk_rg_lru, fused_recurrent_rg_lru, u, past.recurrent, tokens)
         h, recurrent = rg_lru(x, tokens.masked(r, -torch.inf), i, a_param, first)
         return self.linear_out(h * self.act(gate)), RecurrentState(recurrent, conv, position=next_position)
@@ -112,9 +112,9 @@ class RGLRUGates(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Decays at an open gate are from 0.9^8 to 0.999^8, as in the authors' code: the squares are uniform."""
+        """As in the authors' code, decays at an open gate are ``a^8``, with ``a^2`` uniform for a from 0.9 to 0.999."""
         square = torch.empty_like(self.recurrent_param, dtype=torch.float32).uniform_(0.9**2, 0.999**2)
-        self.recurrent_param.copy_(before_softplus(-square.log() / 2))
+        self.recurrent_param.copy_(inverse_softplus(-square.log() / 2))
         for weight in (self.input_gate_weight, self.recurrent_gate_weight):
             nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
         for bias in (self.input_gate_bias, self.recurrent_gate_bias):

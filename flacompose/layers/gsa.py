@@ -36,36 +36,36 @@ class GatedSlotAttention(RecurrentLayer):
     0.6, whose checkpoints load.
 
     Args:
-        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
+        mode: "chunk" or "fused_recurrent", two forms of the same function. A single token always takes the second.
         hidden_size: Size of the input and of the output.
-        expand_k: The keys of all heads take ``hidden_size * expand_k``.
-        expand_v: The values of all heads take ``hidden_size * expand_v``, which must be `hidden_size`: 1.
+        expand_k: Size of the keys of all heads: ``hidden_size * expand_k``.
+        expand_v: Must be 1: the values of all heads together have `hidden_size` channels.
         num_heads: Number of heads of queries.
-        num_kv_heads: Number of heads ``H`` that keys, values and slots have, each shared by ``num_heads / H``
-            neighbouring heads of queries. Default: `num_heads`.
+        num_kv_heads: Number of heads ``H`` of keys, values and slots. ``num_heads / H`` neighbouring heads of queries
+            share each. Default: `num_heads`.
         use_short_conv: Whether queries, keys and values pass a `ShortConvolution` with silu.
-        conv_size: Its width ``W``.
-        conv_bias: Whether it has a bias.
+        conv_size: Width ``W`` of the convolutions.
+        conv_bias: Whether the convolutions have a bias.
         num_slots: Number of slots ``M`` of a head, at most 512. Default: as many as a head has keys, ``K``.
         elementwise_affine: Whether the norm has a weight; None stands for False.
         norm_eps: Added to the mean square in the norm.
         gate_logit_normalizer: Divisor $\tau$ of the log-decay, above 0.
-        feature_map: Map $\phi$ of each head of queries and keys: "swish", "relu" or "t2r", a linear map and relu,
-            one for both.
-        use_output_gate: Kept as an attribute and not used: there is no output gate, as there is none in the peer.
-        use_norm: Kept as an attribute and not used, likewise: there is always a norm.
+        feature_map: Map $\phi$ of each head of queries and keys: "swish", "relu" or "t2r", a linear map and relu that
+            queries and keys share.
+        use_output_gate: Kept as an attribute and not used, as in flash-linear-attention: there is no output gate.
+        use_norm: Kept as an attribute and not used, as in flash-linear-attention: there is always a norm.
         layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
         scale: Factor of the logits of slots. None means ``K ** -0.5``.
         device: Device of the parameters.
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for the norm.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 512 slots.
+        ValueError: If an argument has a wrong value, the heads do not divide the sizes, or a head has over 512 slots.
         TypeError: If an argument has the wrong type.
     """
 
     chunk_modes = ("fused_chunk",)
-    joinable = ("q_proj", "k_proj", "v_proj", "f_proj")
+    fusible = ("q_proj", "k_proj", "v_proj", "f_proj")
     scale = number("scale")
 
     def __init__(

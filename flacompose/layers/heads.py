@@ -1,4 +1,4 @@
-"""The numbers and sizes of a layer's heads."""
+"""Numbers and sizes of heads."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def heads_of(
     rotary: bool = False,
     wide_keys: bool = False,
 ) -> tuple[int, int, int, int]:
-    """Check these arguments of a layer, return the heads of queries, those of keys and values, and their sizes K, V.
+    """Check these arguments; return the number of query heads, of key heads, and the head sizes K and V.
 
-    The heads of queries have all of ``hidden_size * expand_k`` channels. With `rotary` positions, K must be even.
-    Without `wide_keys`, K is at most the largest size that the ops take.
+    Query heads have ``hidden_size * expand_k`` channels in all. With a `rotary` embedding, K must be even. Without
+    `wide_keys`, K is at most the largest size of one call of an op.
     """
     _check.count("num_heads", heads)
     kv_heads = heads if kv_heads is None else kv_heads
@@ -43,16 +43,16 @@ def heads_of(
 def expanded_heads(
     hidden_size: int, num_heads: int | None, expand_ratio: int | None, agree: bool = False
 ) -> tuple[int, int, int]:
-    """Check these arguments of a layer, return the number of heads and their sizes K, `expand_ratio`, and V.
+    """Check these arguments; return the number of heads and the head sizes K, which is `expand_ratio`, and V.
 
-    Either argument follows from the other. With `agree`, both must agree where both are given.
+    Each of `num_heads` and `expand_ratio` follows from the other. With `agree`, both must agree if both are given.
     """
     if num_heads is None and expand_ratio is None:
         raise ValueError("num_heads or expand_ratio must be given, got None for both")
     hint = "give expand_ratio, the number of keys of a head"
     if num_heads is not None:
         _check.count("num_heads", num_heads)
-        # To a user who gives num_heads alone, the error is about the default of an argument that was never given.
+        # If only num_heads is given, the error is about a default, which needs an explanation.
         hint = f"expand_ratio=None means hidden_size // num_heads = {hidden_size // num_heads}"
     hint = f" (128 is the default; {hint})"
     H = num_heads
@@ -83,10 +83,10 @@ def expanded_heads(
 def value_heads(
     num_heads: int, num_v_heads: int | None, head_dim: int, expand_v: float
 ) -> tuple[int, int, int]:
-    """Check these arguments of a layer of the delta rule, return the heads of values HV, their size V and their parts.
+    """Check these arguments of a layer of the delta rule; return the number of value heads HV, their size V and parts.
 
-    Ops take heads of at most 512 values. The delta rule treats each value of a head by itself, so a larger head is
-    computed as several heads with the same keys, which are its equal parts.
+    Ops take heads of at most 512 values. The values of a head are independent in the delta rule, so a larger head
+    is computed as several heads, equal parts of its values with the same keys.
     """
     _check.count("num_heads", num_heads)
     HV = num_heads if num_v_heads is None else num_v_heads
@@ -105,7 +105,7 @@ def value_heads(
 
 
 def in_heads(x: Tensor, heads: int) -> Tensor:
-    """``[..., heads * D]`` as ``[..., heads, D]``. The number of ranks need not divide the number of heads."""
+    """``[..., heads * D]`` as ``[..., heads, D]``, also if the number of ranks does not divide `heads`."""
     return unflatten(x, -1, (heads, -1))
 
 
@@ -119,11 +119,11 @@ def repeat_heads(x: Tensor, groups: int) -> Tensor:
 def sharded_like_values(x: Tensor, like: Any, heads: int) -> Tensor:
     """``x [B, T, H, K]``, queries or keys, for an op that takes `heads` heads of values.
 
-    The number of ranks may divide the heads of values, which are sharded as those of ``like [B, T, ...]``, and not the
-    ``H`` heads of `x`. Each rank then gets a head of `x` for each of its own heads of values, with which it goes.
+    Value heads are sharded like ``like [B, T, ...]``. If the number of ranks does not divide the ``H`` heads of `x`,
+    each rank gets one head of `x` for each of its own value heads.
     """
     ranks = shards(like, 2)
-    if ranks == 1 or x.shape[2] == 1 or x.shape[2] % ranks == 0:  # a single head goes with all
+    if ranks == 1 or x.shape[2] == 1 or x.shape[2] % ranks == 0:  # one head serves all value heads
         return x
     repeated: Any = repeat_heads(x, heads // x.shape[2])
     placements = [p if p.is_shard(2) else own for p, own in zip(like.placements, repeated.placements)]

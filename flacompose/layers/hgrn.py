@@ -29,24 +29,24 @@ class HGRNAttention(ForgetGateLayer):
     flash-linear-attention 0.6, whose checkpoints load.
 
     Args:
-        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
+        mode: "chunk" or "fused_recurrent", two forms of the same function. A single token always takes the second.
         hidden_size: Size of the input and of the output.
         expand_ratio: The recurrence has ``D = hidden_size * expand_ratio`` channels.
         use_short_conv: Whether $x W_i$ and $x W_f$ pass a `ShortConvolution`, without activation.
-        conv_size: Its width ``W``.
-        conv_bias: Whether it has a bias.
+        conv_size: Width ``W`` of the convolutions.
+        conv_bias: Whether the convolutions have a bias.
         elementwise_affine: Whether the norm has a weight; None stands for False.
         norm_eps: Added to the mean square in the norm.
-        layer_idx: Which layer of a model it is. In layer 0 a lower bound is not used.
+        layer_idx: Index of the layer in the model. Layer 0 ignores the lower bound.
         device: Device of the parameters.
         dtype: Dtype of the parameters. Default: PyTorch's default.
 
     Raises:
-        ValueError: If an argument is none of these, or ``D`` is no positive int.
+        ValueError: If an argument has a wrong value, or ``D`` is no positive int.
         TypeError: If an argument has the wrong type.
     """
 
-    joinable = ("i_proj", "f_proj", "g_proj")
+    fusible = ("i_proj", "f_proj", "g_proj")
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class HGRNAttention(ForgetGateLayer):
         factory = factory_of(device, dtype)
         self.i_proj, self.f_proj, self.g_proj = linears(hidden_size, (input_dim,) * 3, factory)
         conv = self._add_convolutions("f i", use_short_conv, conv_size, conv_bias, factory, None)
-        self.convolutions = self.convolutions[::-1]  # the state of i comes first
+        self.convolutions = self.convolutions[::-1]  # in the state, i comes first
         self.g_norm = GatedRMSNorm(input_dim, elementwise_affine, norm_eps, **factory)
         self.o_proj = nn.Linear(input_dim, hidden_size, bias=False, **factory)
         self.state_shapes = StateShapes(((input_dim,),), conv)

@@ -29,29 +29,29 @@ class HGRN2Attention(ForgetGateLayer):
     0.6, whose checkpoints load.
 
     Args:
-        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
-            "fused_chunk" is refused: there is no such op, and "chunk" is the same function.
+        mode: "chunk" or "fused_recurrent", two forms of the same function. A single token always takes the second.
+            "fused_chunk" is refused, since "chunk" computes the same function.
         hidden_size: Size of the input and of the output.
         num_heads: Number of heads ``H``. Default: ``hidden_size // expand_ratio``, the only value allowed where
             `expand_ratio` is given.
-        expand_ratio: Forget gates, the keys, of each head, ``K``. None for ``hidden_size // num_heads``.
+        expand_ratio: Number ``K`` of forget gates, and so of keys, of each head. None for ``hidden_size // num_heads``.
         use_short_conv: Whether queries, forget gates and inputs pass a `ShortConvolution`, without activation.
-        conv_size: Its width ``W``.
-        conv_bias: Whether it has a bias.
+        conv_size: Width ``W`` of the convolutions.
+        conv_bias: Whether the convolutions have a bias.
         elementwise_affine: Whether the norm has a weight; None stands for False.
         norm_eps: Added to the mean square in the norm.
-        layer_idx: Which layer of a model it is. In layer 0 a lower bound is not used.
+        layer_idx: Index of the layer in the model. Layer 0 ignores the lower bound.
         device: Device of the parameters.
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for the norm.
 
     Raises:
         ValueError: If neither `num_heads` nor `expand_ratio` is given, they contradict each other, the heads do not
-            divide `hidden_size`, or one takes over 512 keys.
+            divide `hidden_size`, or a head has over 512 keys.
         TypeError: If an argument has the wrong type.
     """
 
     chunk_modes = ("fused_chunk",)
-    joinable = ("q_proj", "f_proj", "i_proj")
+    fusible = ("q_proj", "f_proj", "i_proj")
 
     def __init__(
         self,

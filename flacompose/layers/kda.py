@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from flacompose._errors import ValueError
 from flacompose.layers import _check
 from flacompose.layers.delta_layer import DeltaLayer
-from flacompose.layers.first_values import set_first_decays
 from flacompose.layers.heads import repeat_heads
+from flacompose.layers.initialization import init_decays_
 from flacompose.layers.layout import Layout
 from flacompose.layers.recurrent import factory_of, linears, low_rank
 from flacompose.layers.state import RecurrentState
@@ -37,34 +37,35 @@ class KimiDeltaAttention(DeltaLayer):
 
     Args:
         hidden_size: Size of the input and of the output.
-        expand_v: A head has ``V = head_dim * expand_v`` values, which is also the rank of $W_1 W_2$ and of $W_3 W_4$.
+        expand_v: Number of values of a head: ``V = head_dim * expand_v``, which is also the rank of $W_1 W_2$ and of
+            $W_3 W_4$.
         head_dim: Keys of a head, ``K``.
         num_heads: Number of heads ``H`` of queries and keys.
-        num_v_heads: Number of heads ``HV`` of values, decays and $\beta$, a multiple of ``H``: neighbours share one of
-            queries and keys. Default: ``H``.
-        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
+        num_v_heads: Number of heads ``HV`` of values, decays and $\beta$, a multiple of ``H``; neighbouring
+            value heads share queries and keys. Default: ``H``.
+        mode: "chunk" or "fused_recurrent", two forms of the same function. A single token always takes the second.
         use_short_conv: Whether queries, keys and values pass a `ShortConvolution`.
-        allow_neg_eigval: Whether $\beta$ is doubled, so that a token may reverse what the state holds along its key
+        allow_neg_eigval: Whether $\beta$ is doubled, so that a token may reverse the state along its key
             (<https://arxiv.org/abs/2411.12537>).
-        safe_gate: Whether the first rates ``exp(A_log)`` are 1, as fits a `lower_bound`, without which it is refused.
-            It changes nothing else.
+        safe_gate: Whether the rates ``exp(A_log)`` are initialized with 1. It requires a `lower_bound`, and changes
+            nothing else.
         lower_bound: The lowest decay, below 0 and finite. The decay is then
             $g = \text{lower\_bound} \cdot \operatorname{sigmoid}(e^{A\_log} (x W_1 W_2 + dt\_bias))$. Default: none.
         conv_size: Width ``W`` of the convolutions.
-        conv_bias: Whether they have a bias.
+        conv_bias: Whether the convolutions have a bias.
         layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
         norm_eps: Added to the mean square in the norm of the output.
         device: Device of the parameters.
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for `A_log` and `dt_bias`.
 
     Raises:
-        ValueError: If an argument is none of these, `lower_bound` is not finite or not below 0, `safe_gate` comes
-            without it, a size is not whole, or a head has over 512 keys or values that
+        ValueError: If an argument has a wrong value, `lower_bound` is not finite or not below 0, `safe_gate` comes
+            without `lower_bound`, a size is not an integer, or a head has over 512 keys or values that
             have no equal parts of at most 512.
         TypeError: If an argument has the wrong type.
     """
 
-    joinable = ("q_proj", "k_proj", "v_proj", "f_proj.0", "g_proj.0", "b_proj")
+    fusible = ("q_proj", "k_proj", "v_proj", "f_proj.0", "g_proj.0", "b_proj")
 
     def __init__(
         self,
@@ -108,8 +109,8 @@ class KimiDeltaAttention(DeltaLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the first values of the parameters that no submodule has."""
-        set_first_decays(self.A_log, self.dt_bias, low=1)
+        """Initialize the parameters of the layer itself."""
+        init_decays_(self.A_log, self.dt_bias, low=1)
         if self.safe_gate:
             nn.init.zeros_(self.A_log)
 
@@ -120,7 +121,7 @@ class KimiDeltaAttention(DeltaLayer):
         a, bias = (y.unflatten(-1, (self.num_v_heads, -1)) for y in (a, self.dt_bias))
         g = log_decay(upcast(a), self.A_log, bias, self.lower_bound)  # [B, T, HV, K]
         beta = self._gate_of_keys(b)  # [B, T, HV]
-        # A token whose decay and beta are 0 leaves the state as it is.
+        # A token whose decay and beta are 0 does not change the state.
         g, beta = (repeat_heads(tokens.masked(y), self.value_parts) for y in (g, beta))
 
         kda = self._op(chunk_kda, fused_recurrent_kda, x, past.recurrent, tokens)

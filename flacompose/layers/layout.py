@@ -1,7 +1,7 @@
-"""Where the sequences lie in a batch of tokens: one per row, padded, or packed one after another.
+"""The layout of sequences in a batch of tokens: one per row, padded, or packed one after another.
 
-A padded row is left-aligned on the way in, so that the rest of a layer sees its tokens first and its pads last, and put
-back on the way out. All of it is index arithmetic on the device, of shapes that depend on no value.
+`enter` left-aligns padded rows, so that a layer sees tokens first and pads last, and `leave` restores the order. Both
+are index arithmetic on the device, and no shape depends on values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flacompose.ops._tensors.sizes import violated
 
 
 class Layout(NamedTuple):
-    """Where the tokens of the sequences are in a batch of ``T`` places a row, after `enter`."""
+    """The places of tokens in rows of ``T`` places, after `enter`."""
 
     is_token: Tensor | None = None  # [B, T], False at pads and past cu_seqlens[-1]; None if all are tokens
     lengths: Tensor | None = None  # [B], the number of tokens of each padded row
@@ -29,25 +29,24 @@ class Layout(NamedTuple):
     inverse_order: Tensor | None = None  # [B, T], the inverse permutation of `order`
     cu_seqlens: Tensor | None = None  # [N + 1], the bounds of packed sequences
     num_states: int | None = (
-        None  # how many states are wanted, of the last tokens; None for the final one alone
+        None  # the number of last tokens whose states are returned; None for the final state alone
     )
 
     def enter(self, x: Tensor) -> Tensor:
-        """``x [B, T, D]`` with padded rows left-aligned, and zeros in places without a token."""
+        """``x [B, T, D]``, with padded rows left-aligned and zeros in places without a token."""
         if self.order is not None:
             x = take(x, self.order)
         return self.masked(x)
 
     def leave(self, x: Tensor) -> Tensor:
-        """The inverse of `enter`: every token where it came from, and zeros where there is no token."""
+        """The inverse of `enter`, with zeros in places without a token."""
         x = self.masked(x)
         return x if self.inverse_order is None else take(x, self.inverse_order)
 
     def masked(self, x: Tensor, value: float = 0) -> Tensor:
-        """``x [B, T, ...]`` with zeros, or `value`, where there is no token.
+        """``x [B, T, ...]`` with `value` in places without a token.
 
-        A token whose key and whose gates (natural logarithms) are 0 leaves a state as it is, and so does one whose
-        logits are -inf.
+        A token does not change a state if its key and log gates are 0, or if its logits are -inf.
         """
         if self.is_token is None:
             return x
@@ -96,13 +95,13 @@ def layout(
 
 
 def distributed_like(x: Tensor, other: Tensor) -> Tensor:
-    """`other`, as a DTensor if `x` is one: a plain tensor, the same on every rank, becomes a replicated DTensor."""
+    """`other`, a plain tensor that is the same on every rank, as a replicated DTensor if `x` is a DTensor."""
     return other if hasattr(other, "device_mesh") else replicated(other, x)
 
 
 def _padded(hidden_states: Tensor, attention_mask: Tensor) -> Layout:
     B, T, _ = hidden_states.shape
-    # A float mask may be one that is added to logits, with 0 at tokens; it would be read the wrong way round.
+    # Float masks are refused: they are usually added to logits, and are 0 at tokens.
     _check.integral("attention_mask", attention_mask, bools=True, why=" (nonzero at tokens, not additive)")
     if (
         attention_mask.ndim != 2
@@ -115,12 +114,12 @@ def _padded(hidden_states: Tensor, attention_mask: Tensor) -> Layout:
         )
     if sharing() is not None and violated(attention_mask.shape[1] == T):
         raise ValueError(
-            f"attention_mask must be that of this rank's {T} tokens, ({B}, {T}), got {tuple(attention_mask.shape)}"
+            f"attention_mask must cover this rank's {T} tokens, ({B}, {T}), got {tuple(attention_mask.shape)}"
         )
     _check.same_device("attention_mask", attention_mask, hidden_states)
     attention_mask = distributed_like(hidden_states, attention_mask)
     is_token = attention_mask[:, attention_mask.shape[1] - T :] != 0
-    ordinal = is_token.long().cumsum(1)  # the number of tokens up to this one, itself included
+    ordinal = is_token.long().cumsum(1)  # the number of tokens up to and including this place
     lengths = is_token.sum(1)
     place = distributed_like(ordinal, torch.arange(T, device=ordinal.device)).expand_as(ordinal)
     inverse_order = torch.where(is_token, ordinal - 1, lengths[:, None] + place - ordinal)

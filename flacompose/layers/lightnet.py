@@ -31,13 +31,13 @@ class LightNetAttention(RecurrentLayer):
     are those of flash-linear-attention 0.6, whose checkpoints load.
 
     Args:
-        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
+        mode: "chunk" or "fused_recurrent", two forms of the same function. A single token always takes the second.
         hidden_size: Size of the input and of the output.
         num_heads: Number of heads ``H``. Default: ``hidden_size // expand_ratio``.
         expand_ratio: Keys of each head, ``K``. None for ``hidden_size // num_heads``.
         use_short_conv: Whether queries, keys and values pass a `ShortConvolution`, without activation.
-        conv_size: Its width ``W``.
-        conv_bias: Whether it has a bias.
+        conv_size: Width ``W`` of the convolutions.
+        conv_bias: Whether the convolutions have a bias.
         gate_low_rank_dim: Rank of the output gate's projection.
         elementwise_affine: Whether the norm has a weight; None stands for False.
         norm_eps: Added to the mean square in the norm.
@@ -46,12 +46,12 @@ class LightNetAttention(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default.
 
     Raises:
-        ValueError: If neither `num_heads` nor `expand_ratio` is given, the heads do not divide `hidden_size`, or one
-            has over 512 keys.
+        ValueError: If neither `num_heads` nor `expand_ratio` is given, the heads do not divide `hidden_size`, or a
+            head has over 512 keys.
         TypeError: If an argument has the wrong type.
     """
 
-    joinable = ("q_proj", "k_proj", "v_proj", "g_proj.0")
+    fusible = ("q_proj", "k_proj", "v_proj", "g_proj.0")
 
     def __init__(
         self,

@@ -26,28 +26,28 @@ class LightningAttention(RecurrentLayer):
     together. From "Various Lengths, Constant Speed: Efficient Language Modeling with Lightning Attention"
     (<https://arxiv.org/abs/2405.17381>) and "MiniMax-01: Scaling Foundation Models with Lightning Attention"
     (<https://arxiv.org/abs/2501.08313>). Parameter names are those of `MiniMaxLightningAttention` in transformers,
-    whose parameters load; its buffers, tables of the decays for one length of block, have no place here.
+    whose parameters load. Its buffers, tables of decays for one block length, are not needed here.
 
     Args:
-        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
+        mode: "chunk" or "fused_recurrent", two forms of the same function. A single token always takes the second.
         hidden_size: Size of the input and of the output.
         num_heads: Number of heads ``H``.
-        head_dim: Keys, and values, of a head. Default: ``hidden_size / num_heads``.
-        layer_idx: Which layer this is, from 0: it sets the rates.
-        num_layers: Of how many; all layers of the model count, those without a recurrence too.
+        head_dim: Number of keys, and of values, of a head. Default: ``hidden_size / num_heads``.
+        layer_idx: Index of the layer in the model, from 0. It determines the rates.
+        num_layers: Number of layers of the model, including layers without a recurrence.
         hidden_act: Activation of queries, keys and values: "relu", "sigmoid", "logsigmoid", "silu" or "swish",
             "sqrelu", "gelu" (its tanh form).
         norm_eps: Added to the mean square in the norm.
-        decay: "minimax" or "tnl", as the op has them.
+        decay: "minimax" or "tnl", as in the op.
         device: Device of the parameters.
         dtype: Dtype of the parameters. Default: PyTorch's default.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide `hidden_size`, or `head_dim` is above 512.
+        ValueError: If an argument has a wrong value, the heads do not divide `hidden_size`, or `head_dim` is above 512.
         TypeError: If an argument has the wrong type.
     """
 
-    joinable = ("qkv_proj", "output_gate")
+    fusible = ("qkv_proj", "output_gate")
 
     def __init__(
         self,
@@ -93,11 +93,11 @@ class LightningAttention(RecurrentLayer):
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         qkv, gate = self._projections(x)
-        # Each head has its q, k and v side by side.
+        # The q, k and v of each head are side by side.
         qkv = self.act(qkv).unflatten(-1, (self.num_heads, 3 * self.head_dim))
         q, k, v = qkv.split(self.head_dim, -1)
         decay = log_decay(self.num_heads, self.layer_idx, self.num_layers, self.decay, q)
-        # Lightning attention would decay at pads too.
+        # With pads, gates per token replace the constant decay, which would decay at pads too.
         g = None if tokens.lengths is None else tokens.masked(decay.expand(q.shape[:3]))
         simple_gla = self._op(chunk_simple_gla, fused_recurrent_simple_gla, x, past.recurrent, tokens)
         o, recurrent = simple_gla(q, tokens.masked(k), v, g, decay if g is None else None, scale=1.0)

@@ -29,17 +29,17 @@ class LinearAttention(RecurrentLayer):
     defaults and parameter names are those of flash-linear-attention 0.6, whose checkpoints load.
 
     Args:
-        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
-            "fused_chunk" is refused: there is no such op, and "chunk" is the same function.
+        mode: "chunk" or "fused_recurrent", two forms of the same function. A single token always takes the second.
+            "fused_chunk" is refused, since "chunk" computes the same function.
         hidden_size: Size of the input and of the output.
-        expand_k: The keys of all heads take ``hidden_size * expand_k``, before the feature map.
-        expand_v: The values of all heads take ``hidden_size * expand_v``.
+        expand_k: Size of the keys of all heads: ``hidden_size * expand_k``, before the feature map.
+        expand_v: Size of the values of all heads: ``hidden_size * expand_v``.
         num_heads: Number of heads ``H``.
-        num_kv_heads: Number of heads that keys and values have, each shared by ``H / num_kv_heads`` neighbouring heads
-            of queries. Default: ``H``.
-        feature_map: Map $\phi$ of each head of queries and keys: "hedgehog", to twice the size ``K`` that it takes;
-            "t2r"; "elementwise_product", of two linear maps; "dpfp", to eight times the size; "elu", plus 1; "relu";
-            "identity".
+        num_kv_heads: Number of heads of keys and values. ``H / num_kv_heads`` neighbouring heads of queries share each.
+            Default: ``H``.
+        feature_map: Map $\phi$ of each head of queries and keys: "hedgehog", which doubles the head size; "t2r";
+            "elementwise_product" of two linear maps; "dpfp", which makes heads eight times as large; "elu", plus 1;
+            "relu"; "identity".
         tie_feature_map_qk: Whether queries and keys share the parameters of their map.
         output_norm: "rmsnorm" or "identity".
         norm_q: Whether each query is divided by its sum.
@@ -53,13 +53,13 @@ class LinearAttention(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for the norm.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 512 keys,
+        ValueError: If an argument has a wrong value, the heads do not divide the sizes, or a head has over 512 keys,
             before or after the feature map.
         TypeError: If an argument has the wrong type.
     """
 
     chunk_modes = ("fused_chunk",)
-    joinable = ("q_proj", "k_proj", "v_proj")
+    fusible = ("q_proj", "k_proj", "v_proj")
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class LinearAttention(RecurrentLayer):
             q = _over_its_sum(q)
         if self.norm_k:
             k = _over_its_sum(k)
-        # Masked after the map, since most maps of 0 are not 0.
+        # Masked after the map, since most maps do not map 0 to 0.
         k, v = repeat_heads(tokens.masked(k), self.num_kv_groups), repeat_heads(v, self.num_kv_groups)
 
         initial_state = past.recurrent

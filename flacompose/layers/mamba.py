@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flacompose._peer import explained
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
-from flacompose.layers.first_values import copy_, first_time_steps_, with_first_values
+from flacompose.layers.initialization import copy_, init_time_steps_, with_initializers
 from flacompose.layers.layout import Layout
 from flacompose.layers.mamba2 import rates
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
@@ -45,12 +45,12 @@ class Mamba(RecurrentLayer):
         use_conv_bias: Whether the convolution has a bias.
         intermediate_size: Channels ``D`` of the recurrence.
         dt_rank: Size of $\tilde{\Delta}$. "auto" stands for ``hidden_size / 16``, rounded up.
-        dt_min: Least first time step ``softplus(b_dt)``.
-        dt_max: Greatest first time step.
-        dt_init: The first weights of $W_{dt}$: "random", uniform up to ``dt_scale / sqrt(dt_rank)`` of either sign, or
+        dt_min: Least initial time step ``softplus(b_dt)``.
+        dt_max: Greatest initial time step.
+        dt_init: Initialization of $W_{dt}$: "random", uniform between plus and minus ``dt_scale / sqrt(dt_rank)``, or
             "constant", that number.
-        dt_scale: Factor of the first weights of $W_{dt}$.
-        dt_init_floor: Bound that first time steps are raised to.
+        dt_scale: Factor of the initial $W_{dt}$.
+        dt_init_floor: Lower bound of the initial time steps.
         use_bias: Whether the projections in and out have biases.
         hidden_act: Activation after the convolution: "relu", "sigmoid", "logsigmoid", "silu" or "swish", "sqrelu",
             "gelu" (its tanh form).
@@ -59,7 +59,7 @@ class Mamba(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for `A_log`.
 
     Raises:
-        ValueError: If an argument is none of these, or `state_size` is above 512.
+        ValueError: If an argument has a wrong value, or `state_size` is above 512.
         TypeError: If an argument has the wrong type.
     """
 
@@ -93,7 +93,7 @@ class Mamba(RecurrentLayer):
         _check.flags(use_conv_bias=use_conv_bias, use_bias=use_bias)
         rank: Any = math.ceil(hidden_size / 16) if is_one_of(dt_rank, "auto") else dt_rank
         _check.count("dt_rank", rank)
-        _check.first_time_steps(dt_min, dt_max, dt_init_floor)
+        _check.initial_time_steps(dt_min, dt_max, dt_init_floor)
         _check.one_of("dt_init", dt_init, ("random", "constant"))
         _check.finite("dt_scale", dt_scale)
 
@@ -108,10 +108,10 @@ class Mamba(RecurrentLayer):
         self.in_proj = nn.Linear(hidden_size, 2 * D, bias=use_bias, **factory)
         self.x_proj = nn.Linear(D, R + 2 * S, bias=False, **factory)
         scale = abs(dt_scale) * R**-0.5
-        self.dt_proj = with_first_values(
+        self.dt_proj = with_initializers(
             nn.Linear(R, D, **factory),
             weight=partial(nn.init.uniform_, a=scale if dt_init == "constant" else -scale, b=scale),
-            bias=partial(first_time_steps_, low=dt_min, high=dt_max, floor=dt_init_floor),
+            bias=partial(init_time_steps_, low=dt_min, high=dt_max, floor=dt_init_floor),
         )
         self.A_log = nn.Parameter(torch.empty(D, S, device=device, dtype=dtype or torch.float32))
         self.D = nn.Parameter(torch.empty(D, **factory))
@@ -120,7 +120,7 @@ class Mamba(RecurrentLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the first values of the parameters that no submodule has: rates from 1 to ``S`` in each channel."""
+        """Initialize the parameters of the layer itself. The rates of each channel are from 1 to ``S``."""
         rates = torch.arange(1, self.state_size + 1, device=self.A_log.device, dtype=torch.float32)
         copy_(self.A_log, rates.log().expand(self.A_log.shape))
         nn.init.ones_(self.D)
@@ -131,7 +131,7 @@ class Mamba(RecurrentLayer):
         (x,), conv = self._convolved((x,), past, tokens)
         x = self.act(x)
         dt, B, C = split(self.x_proj(x), [self.dt_rank, S, S], -1)
-        # A time step of 0 leaves the state as it is.
+        # A time step of 0 does not change the state.
         dt = tokens.masked(F.softplus(upcast(self.dt_proj(dt))))
         scan = partial(
             selective_scan_fn,
@@ -150,10 +150,10 @@ class Mamba(RecurrentLayer):
 def _every_state(
     scan: Callable[..., Any], inputs: tuple[Tensor, ...], h: Tensor | None, n: int
 ) -> tuple[Tensor, Tensor]:
-    """The outputs of a scan, and the states after each of the last `n` tokens, each of which has a call of its own.
+    """The outputs of a scan, and the states after each of the last `n` tokens.
 
-    The tokens before these have one call. It begins with two tokens of zeros, which change nothing: a graph for any
-    number of tokens needs a length that is never 0 or 1.
+    Each of these tokens has a call of its own, and all earlier tokens have one call. That call begins with two tokens
+    of zeros, which change nothing: a graph for any number of tokens needs a length that is never 0 or 1.
     """
     sizes = [inputs[0].shape[1] - n + 2] + [1] * n
     pieces = zip(*(F.pad(x, (0, 0, 2, 0)).split(sizes, 1) for x in inputs), strict=True)

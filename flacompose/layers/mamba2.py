@@ -12,8 +12,8 @@ from flacompose._errors import ValueError
 from flacompose._peer import explained
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
-from flacompose.layers.first_values import first_time_steps_
 from flacompose.layers.heads import in_heads, sharded_like_values
+from flacompose.layers.initialization import init_time_steps_
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm, rms_norm
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
@@ -36,39 +36,39 @@ class Mamba2(RecurrentLayer):
 
     From "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space Duality"
     (<https://arxiv.org/abs/2405.21060>). Parameter names are those of flash-linear-attention 0.6 and of mamba-ssm,
-    whose checkpoints load; arguments and defaults are the former's, without its `backend`. The recurrent state is
-    ``[N, H, S, P]``, as all of this library's and transposed to mamba-ssm's.
+    whose checkpoints load. Arguments and defaults are those of flash-linear-attention, without `backend`. The
+    recurrent state is ``[N, H, S, P]``, like all states of this library; mamba-ssm transposes it.
 
     Args:
         num_heads: Number of heads ``H``. Default: ``expand * hidden_size / head_dim``, which it must equal.
         head_dim: Values of a head, ``P``.
         hidden_size: Size of the input and of the output.
         state_size: Keys of a head, ``S``.
-        expand: The values of all heads take ``hidden_size * expand``.
-        n_groups: Number of heads ``G`` that B and C have, each shared by ``H / G`` neighbouring heads; the norm's too.
+        expand: Size of the values of all heads: ``hidden_size * expand``.
+        n_groups: Number of groups ``G`` of $B$ and $C$, each for ``H / G`` neighbouring heads, and of the norm.
         conv_kernel: Width ``W`` of the convolution.
-        conv_init: The first weights of the convolution are uniform in ``[-conv_init, conv_init]``. Default: those of
-            `torch.nn.Conv1d`.
+        conv_init: The weights of the convolution are initialized uniformly in ``[-conv_init, conv_init]``. Default: as
+            in `torch.nn.Conv1d`.
         use_conv_bias: Whether the convolution has a bias.
         hidden_act: Activation after the convolution: "relu", "sigmoid", "logsigmoid", "silu" or "swish", "sqrelu",
             "gelu" (its tanh form).
-        A_init_range: Bounds of the first decay rates ``exp(A_log)``.
+        A_init_range: Bounds of the initial decay rates ``exp(A_log)``.
         D_has_hdim: Whether D is one number per value, ``[H * P]``, or one per head, ``[H]``.
         rmsnorm: Whether the output is normed.
-        norm_before_gate: Whether it is normed before it is gated, rather than after.
-        dt_min: Least first time step ``softplus(dt_bias)``.
-        dt_max: Greatest first time step.
-        dt_init_floor: Bound that first time steps are raised to.
+        norm_before_gate: Whether the norm precedes the gate.
+        dt_min: Least initial time step ``softplus(dt_bias)``.
+        dt_max: Greatest initial time step.
+        dt_init_floor: Lower bound of the initial time steps.
         dt_limit: Bounds that time steps are clamped to.
         use_bias: Whether the projections have biases.
         norm_eps: Added to the mean square in the norm.
         chunk_size: Kept as an attribute and not used: it changes no result.
-        layer_idx: Likewise: a state is given to the layer, not looked up.
+        layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
         device: Device of the parameters.
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for `A_log`.
 
     Raises:
-        ValueError: If sizes do not divide as said, a bound is wrong, or `state_size` is above 512.
+        ValueError: If a size does not divide another as required, a bound is wrong, or `state_size` is above 512.
         TypeError: If an argument has the wrong type.
     """
 
@@ -123,7 +123,7 @@ class Mamba2(RecurrentLayer):
         if conv_init is not None:
             _check.not_negative("conv_init", conv_init)
         _check.ascending("A_init_range", A_init_range)
-        _check.first_time_steps(dt_min, dt_max, dt_init_floor)
+        _check.initial_time_steps(dt_min, dt_max, dt_init_floor)
         check_dt_limit(dt_limit)
         _check.count("chunk_size", chunk_size)
 
@@ -139,7 +139,7 @@ class Mamba2(RecurrentLayer):
         self.dt_limit = dt_limit
         self.chunk_size = chunk_size
         act = activation("hidden_act", hidden_act)
-        self.act = None if act is F.silu else act  # silu is the convolution's
+        self.act = None if act is F.silu else act  # the convolution applies silu
 
         factory = factory_of(device, dtype)
         conv_dim = inner + 2 * n_groups * state_size
@@ -157,25 +157,25 @@ class Mamba2(RecurrentLayer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set the first values of the parameters that no submodule has."""
-        first_time_steps_(self.dt_bias, self.dt_min, self.dt_max, self.dt_init_floor)
+        """Initialize the parameters of the layer itself."""
+        init_time_steps_(self.dt_bias, self.dt_min, self.dt_max, self.dt_init_floor)
         self.A_log.uniform_(*self.A_init_range).log_()
         nn.init.ones_(self.D)
 
     def _compute(self, u: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         H, P, G, S = self.num_heads, self.head_dim, self.n_groups, self.state_size
         z, xBC, dt = split(self.in_proj(u), [H * P, H * P + 2 * G * S, H], -1)
-        # Parts, so that on a GPU each is in memory of its own, where the scan reads it without a copy.
+        # Split by the convolution, so that on a GPU each part is contiguous and the scan needs no copy.
         (parts,), conv = self._convolved((xBC,), past, tokens, sizes=(H * P, G * S, G * S))
         x, B, C = parts if self.act is None else map(self.act, parts)
         x, B, C = x.unflatten(-1, (H, P)), in_heads(B, G), in_heads(C, G)
-        # A token whose time step is 0 leaves the state as it is.
+        # A token whose time step is 0 does not change the state.
         dt = tokens.masked(time_step(dt, self.dt_bias, True, x, self.dt_limit))  # [B, T, H]
         A = rates(self.A_log, dt)
         B, C = sharded_like_values(B, dt, H), sharded_like_values(C, dt, H)
         gated_after = self.norm is not None and self.norm_before_gate
-        # The gated output of the op has the dtype of x, and a large gate takes it out of float16's range. In front of a
-        # norm, which brings it back into range, float16 is therefore gated here, in float32.
+        # The op returns the gated output in the dtype of x, which a large gate can take out of the range of float16. A
+        # norm would bring it back. So before a norm, float16 is gated here, in float32.
         gated_here = self.norm is not None and not gated_after and x.dtype == torch.float16
         gate = None if gated_after or gated_here else in_heads(z, H)
 
@@ -192,13 +192,13 @@ class Mamba2(RecurrentLayer):
 def rates(A_log: Tensor, *others: Tensor) -> Tensor:
     """The rates of decay ``-exp(A_log)``, in float32 (float64 if one of the tensors is).
 
-    The exponential of a greater number may be infinite, of which neither a gradient nor a decay can be made.
+    `A_log` is clamped, since an infinite rate would have neither a gradient nor a decay.
     """
     return -upcast(A_log, *others).clamp(max=80.0).exp()
 
 
 class _Convolution(ShortConvolution):
-    """A convolution whose first weights are uniform up to `init`."""
+    """A convolution whose weights are initialized uniformly between ``-init`` and ``init``."""
 
     def __init__(
         self, channels: int, width: int, bias: bool, act: str | None, init: float | None, **factory: Any
@@ -213,14 +213,14 @@ class _Convolution(ShortConvolution):
 
 
 class _GroupedRMSNorm(RMSNorm):
-    """A norm of each of `groups` parts of the last axis, and after it the gate ``silu(g)``, if `g` is given."""
+    """A norm of each of `groups` parts of the last axis, then the gate ``silu(g)``, if `g` is given."""
 
     def __init__(self, size: int, groups: int, eps: float, **factory: Any) -> None:
         super().__init__(size, eps=eps, **factory)
         self.groups = groups
 
     def forward(self, x: Tensor, g: Tensor | None = None) -> Tensor:
-        """In float32 (float64 for float64), not rounded."""
+        """The result is float32 (float64 for float64)."""
         x = upcast(x)
         if self.groups == 1:
             x = rms_norm(x, self.eps)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from flacompose._errors import ValueError
 from flacompose.layers import _check
-from flacompose.layers.first_values import first_time_steps_
 from flacompose.layers.heads import in_heads
+from flacompose.layers.initialization import init_time_steps_
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import HeadwiseRMSNorm, RMSNorm
 from flacompose.layers.number import number
@@ -35,24 +35,25 @@ class Mamba3(RecurrentLayer):
     with [mamba3_siso_combined][flacompose.ops.mamba3_siso_combined] or, if `is_mimo`,
     [mamba3_mimo_combined][flacompose.ops.mamba3_mimo_combined], from "Mamba-3: Improved Sequence Modeling using State
     Space Principles" (<https://arxiv.org/abs/2603.15569>). There is no convolution. Parameter names are those of
-    flash-linear-attention 0.6 and of mamba-ssm, whose checkpoints load; arguments and defaults are the former's, and
-    `A_activation`. The recurrent state is the tuple of the angles ``[N, H, S * rope_fraction / 2]``, the state
-    ``[N, H, S, P]``, the last keys ``[N, R, H, S]`` and the last values ``[N, H, P]``.
+    flash-linear-attention 0.6 and of mamba-ssm, whose checkpoints load. Arguments and defaults are those of
+    flash-linear-attention, plus `A_activation`. The recurrent state is the tuple of the angles
+    ``[N, H, S * rope_fraction / 2]``, the state ``[N, H, S, P]``, the last keys ``[N, R, H, S]`` and the last values
+    ``[N, H, P]``.
 
     Args:
         hidden_size: Size of the input and of the output.
         state_size: Keys of a head, ``S``, an even number.
-        expand: The values of all heads take ``hidden_size * expand``.
+        expand: Size of the values of all heads: ``hidden_size * expand``.
         head_dim: Values of a head, ``P``. There are ``H = expand * hidden_size / head_dim`` heads.
-        n_groups: Number of heads ``G`` that B and C have, each shared by ``H / G`` neighbouring heads.
-        rope_fraction: The share of a key that turns, 0.5 or 1.
-        dt_min: Least first time step ``softplus(dt_bias)``.
-        dt_max: Greatest first time step.
-        dt_init_floor: Bound that first time steps are raised to.
+        n_groups: Number of groups ``G`` of $B$ and $C$, each for ``H / G`` neighbouring heads.
+        rope_fraction: Fraction of a key that is rotated, 0.5 or 1.
+        dt_min: Least initial time step ``softplus(dt_bias)``.
+        dt_max: Greatest initial time step.
+        dt_init_floor: Lower bound of the initial time steps.
         A_floor: Least rate of decay.
         is_outproj_norm: Whether the outputs of each head are normed before they are gated.
-        is_mimo: Whether each token writes and reads several keys.
-        mimo_rank: How many, ``R``, if `is_mimo`; otherwise it is not used, and ``R`` is 1.
+        is_mimo: Whether each token has several keys and queries.
+        mimo_rank: Number ``R`` of keys and queries of a token. Without `is_mimo` it is not used, and ``R`` is 1.
         chunk_size: Kept as an attribute and not used: it changes no result.
         use_bias: Whether the projections have biases.
         norm_eps: Added to the mean square in the norms.
@@ -62,7 +63,8 @@ class Mamba3(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default.
 
     Raises:
-        ValueError: If sizes do not divide as said, a bound is wrong, or `state_size` or `head_dim` is above 512.
+        ValueError: If a size does not divide another as required, a bound is wrong, or `state_size` or `head_dim` is
+            above 512.
         TypeError: If an argument has the wrong type.
     """
 
@@ -113,7 +115,7 @@ class Mamba3(RecurrentLayer):
         angles = int(state_size * rope_fraction) // 2
         if angles == 0:
             raise ValueError(f"state_size must be at least 4 where rope_fraction is 0.5, got {state_size}")
-        _check.first_time_steps(dt_min, dt_max, dt_init_floor)
+        _check.initial_time_steps(dt_min, dt_max, dt_init_floor)
         _check.finite("A_floor", A_floor)
         if A_floor <= 0:
             raise ValueError(f"A_floor must be above 0, got {A_floor}")
@@ -158,8 +160,8 @@ class Mamba3(RecurrentLayer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set the first values of the parameters that no submodule has."""
-        first_time_steps_(self.dt_bias, self.dt_min, self.dt_max, self.dt_init_floor)
+        """Initialize the parameters of the layer itself."""
+        init_time_steps_(self.dt_bias, self.dt_min, self.dt_max, self.dt_init_floor)
         for ones in (self.B_bias, self.C_bias, self.D):
             nn.init.ones_(ones)
         for weight, count in ((self.mimo_x, self.mimo_rank), (self.mimo_z, 1), (self.mimo_o, self.mimo_rank)):
@@ -172,7 +174,7 @@ class Mamba3(RecurrentLayer):
         x, z = unflatten(x, -1, (H, P)), unflatten(z, -1, (H, P))
         B, C = (in_heads(in_heads(y, R), G) for y in (B, C))  # [B, T, R, G, S]
         dt = time_step(dt, self.dt_bias, softplus=True, x=x)
-        # A token whose decay and time step are 0 leaves the state as it is, and does not turn.
+        # A token whose decay and time step are 0 changes neither the state nor the angle.
         dt = tokens.masked(dt)
         inputs = Scanned(
             self.C_norm(C), self.B_norm(B), x, self._rates(upcast(A, x)) * dt, dt, trap, self.C_bias, self.B_bias,

@@ -1,4 +1,4 @@
-"""The layer of xLSTM with a matrix as its memory, https://arxiv.org/abs/2405.04517 and 2503.13427, section 3."""
+"""The layer of xLSTM with a matrix memory, https://arxiv.org/abs/2405.04517 and 2503.13427, section 3."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.first_values import copy_, with_first_values
+from flacompose.layers.initialization import copy_, with_initializers
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GroupNorm
 from flacompose.layers.number import number
@@ -26,19 +26,19 @@ class MLSTM(RecurrentLayer):
     $$o = \operatorname{mlstm}(q, k, v, i, f) \qquad
     y = \bigl(\sigma(x W_o) \odot \operatorname{layernorm}(o)\bigr) W_{\text{out}}$$
 
-    From "xLSTM: Extended Long Short-Term Memory" (<https://arxiv.org/abs/2405.04517>), as "xLSTM 7B"
-    (<https://arxiv.org/abs/2503.13427>) has it; [chunk_mlstm][flacompose.ops.chunk_mlstm] has the recurrence. Parameter
-    names are those of the package xlstm and of transformers, of whose models with single weights each layer loads. The
-    state has ``(C, n, m)`` in `recurrent`.
+    From "xLSTM: Extended Long Short-Term Memory" (<https://arxiv.org/abs/2405.04517>), in the
+    version of "xLSTM 7B" (<https://arxiv.org/abs/2503.13427>). The recurrence is
+    [chunk_mlstm][flacompose.ops.chunk_mlstm]. Parameter names are those of the package xlstm and of transformers.
+    Layers of their models with ``weight_mode="single"`` load. The state has ``(C, n, m)`` in `recurrent`.
 
     Args:
-        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
+        mode: "chunk" or "fused_recurrent", two forms of the same function. A single token always takes the second.
         hidden_size: Size of the input and of the output.
         num_heads: Number of heads ``H``, each with its two gates.
-        qk_dim_factor: The keys of all heads take ``hidden_size * qk_dim_factor``.
-        v_dim_factor: The values of all heads take ``hidden_size * v_dim_factor``.
+        qk_dim_factor: Size of the keys of all heads: ``hidden_size * qk_dim_factor``.
+        v_dim_factor: Size of the values of all heads: ``hidden_size * v_dim_factor``.
         gate_soft_cap: Bound $c$ of both gates before the exponential and the sigmoid, above 0. None for no bound.
-        use_bias: Whether the projections other than those of the gates, and the norm, have a bias.
+        use_bias: Whether the norm and the projections, except for the gates, have a bias.
         norm_eps: Added to the variance in the norm.
         eps: Added to the denominator of the recurrence.
         layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
@@ -46,14 +46,14 @@ class MLSTM(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 512 keys or
+        ValueError: If an argument has a wrong value, the heads do not divide the sizes, or a head has over 512 keys or
             values.
         TypeError: If an argument has the wrong type.
 
-    Before training input gates are nearly closed, at -10, and forget gates lie between 3 and 6, whatever the input is.
+    Before training, input gates are nearly closed, at -10, and forget gates are between 3 and 6, for every input.
     """
 
-    joinable = ("q", "k", "v", "ogate_preact", "igate_preact", "fgate_preact")
+    fusible = ("q", "k", "v", "ogate_preact", "igate_preact", "fgate_preact")
     eps = number("eps")
 
     def __init__(
@@ -85,7 +85,7 @@ class MLSTM(RecurrentLayer):
             nn.Linear(hidden_size, H * D, use_bias, **factory) for D in (K, K, V, V)
         )
         self.igate_preact, self.fgate_preact = (
-            with_first_values(
+            with_initializers(
                 nn.Linear(hidden_size, H, **factory),
                 weight=nn.init.zeros_,
                 bias=partial(_evenly_, first=a, last=b),
@@ -116,7 +116,7 @@ class MLSTM(RecurrentLayer):
         i, f = (upcast(y) for y in gates)
         if self.gate_soft_cap is not None:
             i, f = (self.gate_soft_cap * torch.tanh(y / self.gate_soft_cap) for y in (i, f))
-        # A pad is not written, and nothing is forgotten at it.
+        # A pad does not change the state.
         i, f = tokens.masked(i, -torch.inf), tokens.masked(f, torch.inf)
         mlstm = self._op(chunk_mlstm, fused_recurrent_mlstm, x, past.recurrent, tokens)
         o, recurrent = mlstm(q, k, v, i, f, eps=self.eps)
@@ -126,5 +126,5 @@ class MLSTM(RecurrentLayer):
 
 @torch.no_grad()
 def _evenly_(bias: Tensor, first: float, last: float) -> None:
-    """Fill `bias` with numbers from `first` to `last`, all as far apart."""
+    """Fill `bias` with evenly spaced numbers from `first` to `last`."""
     copy_(bias, torch.linspace(first, last, len(bias)))

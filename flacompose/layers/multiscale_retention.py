@@ -25,43 +25,43 @@ class MultiScaleRetention(GatedOutputLayer):
     $$S_t = (1 - 2^{-5-h})\, S_{t-1} + k_t v_t^\top \qquad o_t = K^{-1/2}\, S_t^\top q_t \qquad
     y = \bigl(\operatorname{rmsnorm}(o) \odot \operatorname{gate}(x W_g)\bigr) W_o$$
 
-    $R_t$ is the rotary embedding of position $t$ (<https://arxiv.org/abs/2104.09864>), which turns the first half of
-    a head against the second. Positions count the tokens of a sequence on from the state. From "Retentive Network: A
-    Successor to Transformer for Large Language Models" (<https://arxiv.org/abs/2307.08621>). Arguments, defaults and
-    parameter names are those of flash-linear-attention 0.6, whose checkpoints load.
+    $R_t$ is the rotary embedding of position $t$ (<https://arxiv.org/abs/2104.09864>), whose pairs are a number of the
+    first half of a head and one of the second half. Positions continue across calls, by the state. From "Retentive
+    Network: A Successor to Transformer for Large Language Models" (<https://arxiv.org/abs/2307.08621>). Arguments,
+    defaults and parameter names are those of flash-linear-attention 0.6, whose checkpoints load.
 
     Args:
-        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
-            "fused_chunk" and "parallel" are refused: there are no such ops, and "chunk" is the same function.
+        mode: "chunk" or "fused_recurrent", two forms of the same function. A single token always takes the second.
+            "fused_chunk" and "parallel" are refused, since "chunk" computes the same function.
         hidden_size: Size of the input and of the output.
-        expand_k: The keys of all heads take ``hidden_size * expand_k``, an even number each.
-        expand_v: The values of all heads take ``hidden_size * expand_v``.
+        expand_k: Size of the keys of all heads: ``hidden_size * expand_k``, an even number per head.
+        expand_v: Size of the values of all heads: ``hidden_size * expand_v``.
         num_heads: Number of heads ``H``.
-        num_kv_heads: Number of heads that keys and values have, each shared by ``H / num_kv_heads`` neighbouring heads
-            of queries. Default: ``H``.
+        num_kv_heads: Number of heads of keys and values. ``H / num_kv_heads`` neighbouring heads of queries share each.
+            Default: ``H``.
         feature_map: Activation $\phi$ of queries and keys: "relu", "sigmoid", "logsigmoid", "silu" or "swish",
             "sqrelu", "gelu" (its tanh form). Default: none.
         use_short_conv: Whether queries, keys and values pass a `ShortConvolution` with silu.
-        conv_size: Its width ``W``.
-        conv_bias: Whether it has a bias.
+        conv_size: Width ``W`` of the convolutions.
+        conv_bias: Whether the convolutions have a bias.
         use_output_gate: Whether the normed output is gated.
-        gate_fn: Activation of the output gate, one of those that `feature_map` takes.
+        gate_fn: Activation of the output gate, with the same choices as `feature_map`.
         elementwise_affine: Whether the norm has a weight; None stands for False.
         norm_eps: Added to the mean square in the norm.
-        fuse_norm: With a "swish" output gate: round once, after norm and gate, and name the norm ``g_norm_swish_gate``.
-            Otherwise it is named ``g_norm``, and its output is rounded too.
+        fuse_norm: Whether a "swish" output gate is fused with the norm, as one module ``g_norm_swish_gate`` that rounds
+            once. Otherwise the norm is a module ``g_norm`` that rounds its output.
         layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
         device: Device of the parameters.
-        dtype: Dtype of the parameters. Default: PyTorch's default; float32 for a norm apart from its gate.
+        dtype: Dtype of the parameters. Default: PyTorch's default; float32 for a norm that is not fused with its gate.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 512 keys
+        ValueError: If an argument has a wrong value, the heads do not divide the sizes, or a head has over 512 keys
             or an odd number of them.
         TypeError: If an argument has the wrong type.
     """
 
     chunk_modes = ("fused_chunk", "parallel")
-    joinable = ("q_proj", "k_proj", "v_proj", "g_proj")
+    fusible = ("q_proj", "k_proj", "v_proj", "g_proj")
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class MultiScaleRetention(GatedOutputLayer):
         k, v = repeat_heads(tokens.masked(k), self.num_kv_groups), repeat_heads(v, self.num_kv_groups)
 
         decay = log_decay(self.num_heads, q)
-        # Retention would decay at pads too.
+        # With pads, gates per token replace the constant decay, which would decay at pads too.
         g = None if tokens.lengths is None else tokens.masked(decay.expand(q.shape[:3]))
         simple_gla = self._wide_op(chunk_simple_gla, fused_recurrent_simple_gla, x, past.recurrent, tokens)
         o, recurrent = simple_gla(q, k, v, g, decay if g is None else None)

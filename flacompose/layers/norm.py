@@ -18,13 +18,13 @@ from flacompose.ops._tensors.dtype import upcast
 def rms_norm(x: Tensor, eps: float) -> Tensor:
     """``x`` divided by the root of the mean square over its last axis, in the dtype of `x`.
 
-    It takes no weight, since PyTorch's function warns if the weight has another dtype than the input.
+    It has no weight, since PyTorch's function warns about a weight whose dtype is not that of the input.
     """
-    # On a CPU, PyTorch's function adds in place, which DTensor does not support for a sharded mean. In graphs, the
-    # gradients of this formula and of a weight are one kernel of Inductor, and those of PyTorch's function are two.
+    # On a CPU, PyTorch's function adds in place, which DTensor does not support for a sharded mean. In graphs, Inductor
+    # computes the gradients of this formula and of a weight in one kernel, instead of two with PyTorch's function.
     if hasattr(x, "device_mesh") or is_compiling():
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    # For four axes PyTorch checks for the channels-last layout, which guards on the number of tokens.
+    # Two axes, since for four axes PyTorch checks for channels-last layout, a guard on the number of tokens.
     rows = x.reshape(-1, x.shape[-1])
     return F.rms_norm(rows, rows.shape[-1:], None, eps).view(x.shape)
 
@@ -47,7 +47,7 @@ class RMSNorm(nn.RMSNorm):
         ValueError: If `hidden_size` is below 1, or `eps` below 0 or not finite.
         TypeError: If an argument has the wrong type, or `dtype` is no float dtype.
 
-    It is a `torch.nn.RMSNorm`, whose arguments stand in another order.
+    It is a `torch.nn.RMSNorm`, but its arguments have another order.
     """
 
     eps: float
@@ -85,14 +85,14 @@ class RMSNorm(nn.RMSNorm):
 
 
 class HeadwiseRMSNorm(RMSNorm):
-    """A norm of each head of ``x [..., H, D / H]``, with a weight for each of ``D`` channels, which is not rounded."""
+    """A norm of each head of ``x [..., H, D / H]``, not rounded, with a weight for each of ``D`` channels."""
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(upcast(x), self.eps) * unflatten(self.weight, 0, tuple(x.shape[-2:]))
 
 
 class GatedRMSNorm(RMSNorm):
-    """An `RMSNorm` whose output is multiplied by a gate before its one rounding.
+    """An `RMSNorm` whose output is multiplied by a gate before it is rounded.
 
     The gate is ``silu(g)``, or, with ``activation="sigmoid"``, ``sigmoid(g)``; ``g`` has the shape of `x`.
     """
@@ -119,7 +119,7 @@ class GatedRMSNorm(RMSNorm):
 
 
 class GroupNorm(nn.GroupNorm):
-    """A layer norm of each group of channels. The groups have an axis: ``[..., groups, channels / groups]``.
+    """A layer norm of each group of channels, ``[..., groups, channels / groups]``.
 
     In float32 (float64 for float64), rounded to the dtype of its input.
     """
@@ -127,7 +127,7 @@ class GroupNorm(nn.GroupNorm):
     eps = number("eps")
 
     def forward(self, x: Tensor) -> Tensor:
-        # With one axis of tokens: with more, PyTorch's gradient refuses a number of tokens that only the data know.
+        # One axis of tokens, since with more axes PyTorch's gradient refuses a data-dependent number of tokens.
         y = F.layer_norm(upcast(x).flatten(0, -3), x.shape[-1:], None, None, self.eps)
         y = y.unflatten(0, x.shape[:-2])
         for p, join in ((self.weight, torch.mul), (self.bias, torch.add)):

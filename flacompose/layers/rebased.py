@@ -20,30 +20,30 @@ class ReBasedLinearAttention(WeightedMeanLayer):
 
     From "Linear Transformers with Learnable Kernel Functions are Better In-Context Models"
     (<https://arxiv.org/abs/2402.10644>). The ``F = K (K + 1) / 2`` features $\phi(y)$ of a head are the squares and the
-    products of its channels, each times a number. The recurrent state is ``[N, H, F, V + 1]``, whose last column is the
+    products of its channels, each times a constant. The recurrent state is ``[N, H, F, V + 1]``. Its last column is the
     sum of the features of all keys. Arguments, defaults and parameter names are those of flash-linear-attention 0.6,
-    whose checkpoints load; only the default of `mode` is another.
+    whose checkpoints load; only the default of `mode` differs.
 
     Args:
         hidden_size: Size of the input and of the output.
-        l_max: Taken because flash-linear-attention has it, and not used.
+        l_max: Accepted for compatibility with flash-linear-attention, and not used.
         feature_dim: Channels ``K`` of a head of queries or keys, before the feature map.
         num_key_value_heads: The same as `num_heads`.
         num_heads: Number of heads ``H``, each of ``V = hidden_size // num_heads`` values.
-        use_gamma: Whether there is a $\gamma$, one for the queries and keys of all heads. Otherwise it is 1.
-        use_beta: Whether there is a $\beta$, likewise. Otherwise it is 0.
+        use_gamma: Whether $\gamma$ is a parameter, shared by the queries and keys of all heads. Otherwise it is 1.
+        use_beta: Whether $\beta$ is a parameter, shared likewise. Otherwise it is 0.
         normalize: Whether queries and keys are normed.
         causal: True: a token sees no later one.
-        eps: Added to the sum of the weights, above 0. The weights may all be near 0, and in float32 their sum is wrong
-            by up to about 1e-7 times the squares of the norms of query and key, so that it should not be much smaller.
-        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
-            "parallel" and "fused_chunk" are refused: there are no such ops, and "chunk" is the same function.
+        eps: Added to the sum of the weights, above 0. All weights may be near 0. In float32 the error of their sum is
+            up to about 1e-7 times the squares of the norms of query and key, so `eps` should not be much smaller.
+        mode: "chunk" or "fused_recurrent", two forms of the same function. A single token always takes the second.
+            "parallel" and "fused_chunk" are refused, since "chunk" computes the same function.
         layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
         device: Device of the parameters.
         dtype: Dtype of the parameters. Default: PyTorch's default.
 
     Raises:
-        ValueError: If an argument is none of these, or there are more heads than channels.
+        ValueError: If an argument has a wrong value, or there are more heads than channels.
         TypeError: If an argument has the wrong type.
     """
 

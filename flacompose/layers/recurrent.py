@@ -1,4 +1,4 @@
-"""The base of all layers: a state that goes in and comes out, and a layout of their tokens."""
+"""The base classes of layers: they take and return a state, and handle the layout of tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flacompose._errors import ValueError
 from flacompose._peer import explained
 from flacompose.layers import _check
-from flacompose.layers.joint import Joinable
+from flacompose.layers.fused_projections import FusesProjections
 from flacompose.layers.layout import Layout, distributed_like, layout
 from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.state import RecurrentState, RecurrentStates, StateShapes
@@ -28,37 +28,37 @@ _SHOWN = (
 
 
 class Factory(TypedDict):
-    """Where a module makes its parameters, and in which dtype."""
+    """The device and dtype of new parameters."""
 
     device: torch.device | str | None
     dtype: torch.dtype | None
 
 
 def factory_of(device: torch.device | str | None, dtype: torch.dtype | None) -> Factory:
-    """The `Factory` of these, once `dtype` is checked."""
+    """Check `dtype`; return the `Factory`."""
     _check.optional_float_dtype(dtype)
     return Factory(device=device, dtype=dtype)
 
 
 def linears(inputs: int, outputs: tuple[int, ...], factory: Factory) -> list[nn.Linear]:
-    """A projection without bias to each of these numbers of outputs."""
+    """One projection without bias for each number of `outputs`."""
     return [nn.Linear(inputs, n, bias=False, **factory) for n in outputs]
 
 
 def low_rank(inputs: int, rank: int, outputs: int, bias: bool, factory: Factory) -> nn.Sequential:
-    """A projection as the product of two, the second of which may have a bias."""
+    """A low-rank projection: the product of two projections. The second may have a bias."""
     first, second = nn.Linear(inputs, rank, False, **factory), nn.Linear(rank, outputs, bias, **factory)
     return nn.Sequential(first, second)
 
 
-class StatefulLayer(Joinable):
-    """A layer that is called with a state and returns the new one."""
+class StatefulLayer(FusesProjections):
+    """A layer that takes a state and returns a new one."""
 
     state_shapes: StateShapes
-    # The formulas of a layer. It takes the tokens x [B, T, hidden_size], the state before them and their layout, and
-    # returns the output [B, T, hidden_size] and the new state. In a call without a state, every part of it is None.
-    # Where the layout has `num_states`, each part of the new state has that many after its first axis. A layer may have
-    # more results, of the tokens: [B, T, D] each.
+    # The formulas of a layer. It takes the tokens x [B, T, hidden_size], the state before them, whose parts are None if
+    # no state was given, and the layout. It returns the output [B, T, hidden_size], the new state, and perhaps further
+    # results [B, T, D]. If the layout has `num_states`, the parts of the new state have an axis for them after the
+    # first.
     _compute: Callable[..., tuple[Any, ...]]
     # The ranks that share the tokens, which `context_parallel` sets.
     ranks: Ranks | None = None
@@ -77,26 +77,26 @@ class StatefulLayer(Joinable):
     ) -> RecurrentState:
         """The state before the first token of `batch_size` sequences.
 
-        It is zeros, but a running logsumexp, the normaliser of ABC and of LightNet, is -inf. The recurrent state and
-        the normaliser are float32 (float64 in a float64 layer). The states of convolutions and of token shifts have the
-        dtype that projections give, so that a compiled layer meets one dtype in every call.
+        All parts are zeros, except for the running logsumexp of ABC and LightNet, which is -inf. The recurrent state
+        and the normalizer are float32 (float64 in a float64 layer). The states of convolutions and token shifts have
+        the dtype of the projections' outputs, so that a compiled layer gets the same dtype in every call.
 
         Args:
-            batch_size: ``N``, the number of rows of a batch or of packed sequences.
-            device: Default: the device of the layer's parameters. Give it where parameters are kept elsewhere than
-                they are computed with, as in a model that is offloaded to the CPU.
-            dtype: What projections give: float32, bfloat16, float16 or float64. Default: the dtype of autocast where
-                it is on, else the dtype of the layer's weight matrices. Give it where these are neither, as under the
-                mixed precision of FSDP2 (which rounds states unless its policy has ``cast_forward_inputs=False``).
+            batch_size: ``N``, the number of rows of a batch or of packed sequences. device: Device of the state. Give
+            it if parameters are stored on another device than they are computed on, as in a model that is offloaded to
+            the CPU. Default: the device of the layer's parameters. dtype: Dtype of the projections' outputs: float32,
+            bfloat16, float16 or float64. Give it under the mixed precision of FSDP2 (whose policy needs
+            ``cast_forward_inputs=False``, or it rounds states). Default: the dtype of autocast where it is on, else the
+            dtype of the layer's weight matrices.
 
         Raises:
             ValueError: If `batch_size` is below 0.
-            TypeError: If it is no int, or `dtype` none of these.
+            TypeError: If `batch_size` is no int, or `dtype` is not one of the four.
         """
         _check.integer("batch_size", batch_size)
         _check.not_negative("batch_size", batch_size)
         # Quantised weights may be integers, eight-bit floats, or no parameters at all. Vectors, such as the weights of
-        # norms, and the layer's own parameters are at times kept in float32 beside projections in bfloat16.
+        # norms, and the layer's own parameters may be float32 beside projections in bfloat16.
         usable = [p for p in self.parameters() if _check.is_float(p.dtype)]
         own = {id(p) for p in self.parameters(recurse=False)}
         matrices = [p for p in usable if p.ndim == 2 and id(p) not in own]
@@ -146,31 +146,30 @@ class StatefulLayer(Joinable):
     ) -> tuple[Tensor, RecurrentState | RecurrentStates]:
         """Go through ``T`` tokens from `state`.
 
-        A sequence given in pieces, each with the state that the piece before returned, gives what the whole gives.
+        A sequence may be split over several calls that pass the state on. The results are those of a single call.
 
         Args:
-            hidden_states: ``[B, T, hidden_size]``.
-            state: What `init_state` or a call returned, for ``N`` sequences, ``B`` or those packed.
-                It is not written to. Default: zeros.
-            attention_mask: ``[B, T]``, bool or integers, 0 for pads, wherever they are in a row, anything else
-                for tokens. A pad changes no state, is seen by no token and gives zeros. It is the mask of these ``T``
-                tokens; of a longer one, the mask of a whole history, the last ``T`` columns count. Default: no pads.
-            cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B``
-                is then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: a sequence a row.
-            num_states: How many states to return, those after each of the last ``n`` tokens of each row: from 1 to 16,
-                and at most ``T``. It is for calls of a few tokens, some of which may have to be taken back, as in
-                speculative decoding: they are computed token by token, whatever the mode of the layer is. Not with
-                `attention_mask` or `cu_seqlens`. Default: the state after the last token alone.
+            hidden_states: ``[B, T, hidden_size]``. state: A state from `init_state` or an earlier call, for ``N``
+            sequences: the ``B`` rows or the packed sequences. It is not changed. Default: the state of `init_state`.
+            attention_mask: ``[B, T]``, bool or integers, 0 for pads and anything else for tokens. Pads may be anywhere
+            in a row. A pad changes no state, no token sees it, and its output is zeros. Of a longer mask, for a whole
+            history, the last ``T`` columns are used. Default: no pads. cu_seqlens: Bounds of ``N`` sequences packed
+            along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is then 1. Sequences may be empty; tokens
+            past ``cu_seqlens[-1]`` give zeros. Default: one sequence per row. num_states: Number ``n`` of states to
+            return, after each of the last ``n`` tokens of each row: from 1 to 16, and at most ``T``. It is for calls of
+            a few tokens, some of which may be rejected later, as in speculative decoding. They are computed token by
+            token, whatever the mode of the layer is. Not with `attention_mask` or `cu_seqlens`. Default: the state
+            after the last token alone.
 
         Returns:
-            ``(output, state)``: `output` is ``[B, T, hidden_size]``; `state` is new, that after the last tokens, or
+            ``(output, state)``: `output` is ``[B, T, hidden_size]``; `state` is the new state after the last tokens, or
                 with `num_states` a [RecurrentStates][flacompose.layers.RecurrentStates].
 
         Raises:
-            ValueError: If a shape is wrong, or a device not that of `hidden_states`, or `attention_mask` comes with
-                `cu_seqlens`, or `num_states` is not as said.
-            TypeError: If `state` is no `RecurrentState`, another argument no dense tensor, or a dtype wrong.
-            RuntimeError: From PyTorch, if the weights are on another device or, without autocast, have another dtype.
+            ValueError: If a shape is wrong, a tensor is not on the device of `hidden_states`, `attention_mask` comes
+                with `cu_seqlens`, or `num_states` is out of range or not allowed. TypeError: If `state` is no
+                `RecurrentState`, another argument is no dense tensor, or a dtype is wrong. RuntimeError: From PyTorch,
+                if the weights are on another device or, without autocast, have another dtype.
         """
         return self._call(hidden_states, state, attention_mask, cu_seqlens, num_states)
 
@@ -183,13 +182,13 @@ class StatefulLayer(Joinable):
         num_states: int | None,
         *others: Any,
     ) -> tuple[Any, ...]:
-        """Check the arguments and compute the layer; `others` are arguments of this layer alone, as `lower_bound`."""
+        """Check the arguments and compute the layer. `others` are arguments of single layers, such as `lower_bound`."""
         if self.ranks is None:
             tokens = self._layout(hidden_states, state, attention_mask, cu_seqlens, num_states)
             return self._computed(hidden_states, state, tokens, *others)
         with shared(self.ranks):
             check_device(self.ranks, "hidden_states", hidden_states)
-            # Errors are found here, before the ranks wait for each other.
+            # Raise errors here, before the ranks wait for each other.
             tokens = self._layout(hidden_states, state, attention_mask, cu_seqlens, num_states)
             if cu_seqlens is not None:
                 own = bounds_of_rank(self.ranks, cu_seqlens, hidden_states.shape[1])
@@ -199,7 +198,7 @@ class StatefulLayer(Joinable):
     def _computed(
         self, hidden_states: Tensor, state: RecurrentState | None, tokens: Layout, *others: Any
     ) -> tuple[Any, ...]:
-        """The results of a call, once its arguments are checked."""
+        """The results of a call with checked arguments."""
         if state is None:
             state = self.state_shapes.absent()
         elif hasattr(hidden_states, "device_mesh"):
@@ -216,7 +215,7 @@ class StatefulLayer(Joinable):
         cu_seqlens: Tensor | None,
         num_states: int | None,
     ) -> Layout:
-        """Check the arguments, return the layout of the tokens."""
+        """Check the arguments; return the layout of the tokens."""
         tokens = layout(hidden_states, self.hidden_size, attention_mask, cu_seqlens, num_states)
         if state is not None:
             self.state_shapes.check(state, sequence_count(hidden_states, cu_seqlens), hidden_states)
@@ -228,11 +227,11 @@ class StatefulLayer(Joinable):
 
 
 class RecurrentLayer(StatefulLayer):
-    """A layer around one recurrence, whose op has a chunked form and a recurrent one."""
+    """A layer around one recurrence, with a chunked and a recurrent form."""
 
     # Other names of "chunk" in flash-linear-attention, which are refused.
     chunk_modes: ClassVar[tuple[str, ...]] = ()
-    # The names of the short convolutions, in the order of their states; none in a layer that is made without them.
+    # The names of the short convolutions, in the order of their states.
     convolutions: tuple[str, ...] = ()
 
     def __init__(
@@ -246,13 +245,13 @@ class RecurrentLayer(StatefulLayer):
         _check.not_negative("norm_eps", norm_eps)
         _check.count("conv_size", conv_size)
         self.mode = mode
-        self.layer_idx: Any = layer_idx  # layers that use it say what it may be
-        # A call reads this in place of `layer_idx`: the compiler makes a graph for each value that is read, and blocks
-        # that are compiled one by one shall share a graph.
+        self.layer_idx: Any = layer_idx  # layers that use it check it
+        # A call reads this instead of `layer_idx`, for each value of which the compiler would make another graph:
+        # blocks that are compiled one by one share a graph.
         self.is_first = layer_idx == 0
 
     def _keep_flags(self, **flags: bool) -> None:
-        """Keep these options as attributes, once it is checked that they are bools."""
+        """Check that these options are bools, and keep them as attributes."""
         _check.flags(**flags)
         vars(self).update(flags)
 
@@ -265,9 +264,9 @@ class RecurrentLayer(StatefulLayer):
         factory: Factory,
         activation: str | None = "silu",
     ) -> tuple[tuple[int, int], ...]:
-        """Make short convolutions of some projections, if the layer has any; return the shapes of their states.
+        """Make short convolutions of the projections `names`, if `use_short_conv`; return the shapes of their states.
 
-        For "q" of `names` it is ``q_conv1d``, of the outputs of ``q_proj``.
+        For "q" it is ``q_conv1d``, of the outputs of ``q_proj``.
         """
         self._keep_flags(use_short_conv=use_short_conv)
         _check.flags(conv_bias=conv_bias)
@@ -288,7 +287,7 @@ class RecurrentLayer(StatefulLayer):
         tokens: Layout,
         **options: Any,
     ) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
-        """Each input through its short convolution, if the layer has any: the outputs, and the new states."""
+        """Apply the short convolutions, if there are any, to `inputs`; return the outputs and the new states."""
         if not self.convolutions:
             return inputs, ()
         results = [
@@ -306,9 +305,9 @@ class RecurrentLayer(StatefulLayer):
         return outputs, states
 
     def _op(self, chunk: Op, recurrent: Op, x: Tensor, initial_state: Any, tokens: Layout) -> Op:
-        """The form of an op that `mode` names, from `initial_state` on; for a single token the recurrent form.
+        """The form of an op that `mode` names, beginning with `initial_state`.
 
-        Only the recurrent form can return several states.
+        A single token, and a call for several states, take the recurrent form.
         """
         if tokens.num_states is not None:
             return partial(recurrent, initial_state=initial_state, output_states=tokens.num_states)
@@ -317,5 +316,5 @@ class RecurrentLayer(StatefulLayer):
         return partial(op, initial_state=initial_state, output_final_state=True, cu_seqlens=tokens.cu_seqlens)
 
     def _wide_op(self, chunk: Op, recurrent: Op, x: Tensor, initial_state: Any, tokens: Layout) -> Op:
-        """`_op`, for heads of any number of values."""
+        """`_op` for heads with any number of values."""
         return partial(by_values, self._op(chunk, recurrent, x, None, tokens), initial_state)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.first_values import before_softplus, with_first_values
+from flacompose.layers.initialization import inverse_softplus, with_initializers
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
 from flacompose.layers.number import number
@@ -23,7 +23,7 @@ from flacompose.ops._tensors.dtype import upcast
 
 
 class RodimusAttention(RecurrentLayer):
-    r"""A layer of gated linear attention whose temperature says how much a token replaces, of $x$, in one head:
+    r"""A layer of gated linear attention with a temperature that sets how much a token replaces, of $x$, in one head:
 
     $$u = x W_u \quad s = \operatorname{silu}(\operatorname{conv}(u)) \quad q = s W_q \quad
     v = \operatorname{sigmoid}(u W_1 W_2 + b) \odot u$$
@@ -35,33 +35,33 @@ class RodimusAttention(RecurrentLayer):
 
     From "Rodimus*: Breaking the Accuracy-Efficiency Trade-Off with Efficient Attentions"
     (<https://arxiv.org/abs/2410.06577>). The ``V`` channels of $u$ are ``2 * hidden_size``, rounded up to a multiple of
-    8. Arguments, defaults and parameter names are those of flash-linear-attention 0.6, whose checkpoints load. First
-    values are those of the peer's models.
+    8. Arguments, defaults and parameter names are those of flash-linear-attention 0.6, whose checkpoints load. Its
+    initialization is that of the models there.
 
     Args:
-        block_type: "rodimus" or "rodimus_plus", which name the peer's blocks. The layer is the same in both: the
-            second adds attention in a window, which is a layer of its own.
-        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
+        block_type: "rodimus" or "rodimus_plus", the block of flash-linear-attention. This layer is the same in both:
+            the second adds sliding-window attention, which is a layer of its own.
+        mode: "chunk" or "fused_recurrent", two forms of the same function. A single token always takes the second.
         hidden_size: Size of the input and of the output.
         input_gate_low_rank: Rank of $W_1 W_2$; "auto" for ``max(hidden_size // 64, 16)``.
         expand_ratio: Keys of the head, ``K``.
         use_short_conv: Whether $u$ passes a `ShortConvolution`. Otherwise $s$ is $u$.
-        conv_size: Its width ``W``.
-        conv_bias: Whether it has a bias.
+        conv_size: Width ``W`` of the convolutions.
+        conv_bias: Whether the convolutions have a bias.
         norm_eps: Added to the mean square in the norm.
         k_norm_eps: The least norm that $s W_k$ is divided by, above 0. Default: 1e-12.
-        residual_in_fp32: Whether $w$ is a float32 parameter unless `dtype` is given. The sum is computed in float32
-            (float64 for float64) in any case.
+        residual_in_fp32: Whether $w$ is a float32 parameter unless `dtype` is given. The sum is always computed in
+            float32 (float64 for float64).
         layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
         device: Device of the parameters.
-        dtype: Dtype of the parameters. Default: PyTorch's default, but for $w$.
+        dtype: Dtype of the parameters. Default: PyTorch's default, except for $w$.
 
     Raises:
-        ValueError: If an argument is none of these, or `expand_ratio` is above 512.
+        ValueError: If an argument has a wrong value, or `expand_ratio` is above 512.
         TypeError: If an argument has the wrong type.
     """
 
-    joinable = ("up_proj", "gate_proj")
+    fusible = ("up_proj", "gate_proj")
     num_heads = 1
     k_norm_eps = number("k_norm_eps")
 
@@ -108,18 +108,18 @@ class RodimusAttention(RecurrentLayer):
         self.k_proj, self.q_proj = linears(V, (K, K), factory)
         small = partial(nn.init.xavier_uniform_, gain=2**-2.5)
         self.g_gate_proj, self.tau_gate_proj = (
-            with_first_values(nn.Linear(V, K, **factory), weight=small, bias=bias)
+            with_initializers(nn.Linear(V, K, **factory), weight=small, bias=bias)
             for bias in (_first_gates_, _first_temperatures_)
         )
         self.i_gate_proj = low_rank(V, rank, V, True, factory)
         for m in self.i_gate_proj:
-            with_first_values(m, weight=small, bias=nn.init.zeros_)
+            with_initializers(m, weight=small, bias=nn.init.zeros_)
         self.i_gate_proj.append(nn.Sigmoid())
         self.state_shapes = StateShapes(((1, K, V),), ((V, conv_size),) * use_short_conv)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the first values of the parameters that no submodule has."""
+        """Initialize the parameters of the layer itself."""
         nn.init.ones_(self.residual_weight)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
@@ -129,7 +129,7 @@ class RodimusAttention(RecurrentLayer):
         f, tau = upcast(self.g_gate_proj(s)), upcast(self.tau_gate_proj(s)).sigmoid()
         k = F.normalize(upcast(self.k_proj(s)), dim=-1, eps=self.k_norm_eps) * (tau * _log_softplus(f)).exp()
         g = -tau * F.softplus(f, threshold=40)
-        # A token whose decay and key are 0 leaves the state as it is.
+        # A token whose decay and key are 0 does not change the state.
         k, g = tokens.masked(k.to(q.dtype)), tokens.masked(g)
 
         gla = self._wide_op(chunk_gla, fused_recurrent_gla, x, past.recurrent, tokens)
@@ -139,8 +139,8 @@ class RodimusAttention(RecurrentLayer):
 
 
 def _log_softplus(x: Tensor) -> Tensor:
-    """``log(softplus(x))``, whose derivative stays finite where the softplus underflows."""
-    # Below -20 the next term of the series, 5 / 24 * exp(2 * x), is less than the rounding of float64.
+    """``log(softplus(x))``, with a finite derivative where the softplus underflows."""
+    # Below -20 the next term of the series, 5 / 24 * exp(2 * x), is below the rounding error of float64.
     low, high = x.masked_fill(x >= -20, -20), x.masked_fill(x < -20, -20)
     return torch.where(x < -20, low - low.exp() / 2, F.softplus(high, threshold=40).log())
 
@@ -149,7 +149,7 @@ def _log_softplus(x: Tensor) -> Tensor:
 def _first_gates_(bias: Tensor) -> None:
     """Gates ``f`` from 0.001 to 0.1, whose logarithms are uniform."""
     log_gate = torch.empty_like(bias, dtype=torch.float32).uniform_(math.log(0.001), math.log(0.1))
-    bias.copy_(before_softplus(log_gate.exp()))
+    bias.copy_(inverse_softplus(log_gate.exp()))
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Rotary positions, https://arxiv.org/abs/2104.09864, of sequences in rows or packed, without a table of any length."""
+"""Rotary embedding, https://arxiv.org/abs/2104.09864, of sequences in rows or packed, without a table."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from flacompose.ops._tensors.packed import bounds, last_of_rows, sequence_count,
 
 
 def rotary(q: Tensor, k: Tensor, position: Tensor, base: float) -> tuple[Tensor, Tensor]:
-    r"""``q`` and ``k [B, T, H, K]``, each pair ``(x[i], x[i + K / 2])`` turned by the angle $p \cdot base^{-2 i / K}$.
+    r"""``q`` and ``k [B, T, H, K]``, each pair ``(x[i], x[i + K / 2])`` rotated by the angle $p \cdot base^{-2 i / K}$.
 
-    ``position`` ``p`` is ``[B, T]``, integers. Angles and products are float32 (float64 for float64), rounded once.
-    A caller writes `base` as a literal where it is fixed: Dynamo would trace a default with ``dynamic=True`` twice.
+    The integers ``position`` ``[B, T]`` are $p$. Results are computed in float32 (float64 for float64) and rounded
+    once. `base` has no default, since Dynamo would trace a default twice with ``dynamic=True``.
     """
     K, dtype = q.shape[3], state_dtype(q.dtype)
     frequency = base ** (-torch.arange(0, K, 2, device=q.device, dtype=dtype) / K)
     position, frequency = distributed_like(q, position), distributed_like(q, frequency)
     angle = position[:, :, None, None].to(dtype) * frequency  # [B, T, 1, K / 2]
     cos, sin = angle.cos(), angle.sin()
-    return _turned(q, cos, sin), _turned(k, cos, sin)
+    return _rotated(q, cos, sin), _rotated(k, cos, sin)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = upcast(x).chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
 
 
 def positions(x: Tensor, start: Tensor | None, tokens: Layout) -> tuple[Tensor, Tensor]:
-    """Positions, int64, of the tokens of ``x [B, T, D]``, ``[B, T]``, and of the next token of each sequence, ``[N]``.
+    """Positions of the tokens of ``x [B, T, D]``, int64 ``[B, T]``, and of the next token of each sequence, ``[N]``.
 
-    In a call for several states, the second has the next token after each state, ``[N, n]``. ``start [N]`` holds the
-    positions of the first tokens, or is None for zeros. The positions of pads have no meaning.
+    In a call for several states, the next token after each state, ``[N, n]``. ``start [N]`` holds the positions of
+    the first tokens, or is None for zeros. The positions of pads are arbitrary.
     """
     T, cu_seqlens = x.shape[1], tokens.cu_seqlens
     N = sequence_count(x, cu_seqlens)
@@ -49,8 +49,8 @@ def positions(x: Tensor, start: Tensor | None, tokens: Layout) -> tuple[Tensor, 
         start, after = sums(ranks, distributed_like(x, own), distributed_like(x, start))
     start, t = distributed_like(x, start), distributed_like(x, torch.arange(T, device=x.device))
     if cu_seqlens is None:
-        # Expanded before the sum: Inductor drops a sum with zeros, and asks whether [N, 1] is the shape of the result,
-        # which it cannot know where only the data know T.
+        # Expanded before the sum. Otherwise Inductor, which drops a sum with zeros, would have to know whether [N, 1]
+        # is the shape of the result, and it cannot if T is data-dependent.
         position = start[:, None].expand(-1, T) + t
         if tokens.num_states is not None:
             return position, last_of_rows(position, tokens.num_states) + 1

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
-from flacompose.layers.first_values import with_first_values
 from flacompose.layers.heads import heads_of
+from flacompose.layers.initialization import with_initializers
 from flacompose.layers.layout import Layout
 from flacompose.layers.lora import lora, named
 from flacompose.layers.norm import GroupNorm
@@ -35,20 +35,20 @@ class RWKV6Attention(RecurrentLayer):
     y = \bigl(\operatorname{groupnorm}(o) \odot \operatorname{gate}(g)\bigr) W_o$$
 
     From "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence"
-    (<https://arxiv.org/abs/2404.05892>). Arguments, defaults, parameter names and first values are those of
+    (<https://arxiv.org/abs/2404.05892>). Arguments, defaults, parameter names and initialization are those of
     flash-linear-attention 0.6, whose checkpoints load. ``bonus`` is $u$.
 
     Args:
-        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
+        mode: "chunk" or "fused_recurrent", two forms of the same function. A single token always takes the second.
         hidden_size: Size of the input and of the output.
-        expand_k: The keys of all heads take ``hidden_size * expand_k``.
-        expand_v: The values of all heads take ``hidden_size * expand_v``.
+        expand_k: Size of the keys of all heads: ``hidden_size * expand_k``.
+        expand_v: Size of the values of all heads: ``hidden_size * expand_v``.
         num_heads: Number of heads ``H``.
         gate_fn: Activation of the output gate: "relu", "sigmoid", "logsigmoid", "silu" or "swish", "sqrelu", "gelu"
             (its tanh form).
         proj_low_rank_dim: Rank of the projection to each of the five $\mu$.
         gate_low_rank_dim: Rank of the decay's projection.
-        fuse_norm: Kept as an attribute and not used, as in the peer.
+        fuse_norm: Kept as an attribute and not used, as in flash-linear-attention.
         elementwise_affine: Whether the norm has a weight and a bias; None stands for False.
         norm_eps: Added to the variance in the norm.
         layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
@@ -56,7 +56,7 @@ class RWKV6Attention(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 512 keys.
+        ValueError: If an argument has a wrong value, the heads do not divide the sizes, or a head has over 512 keys.
         TypeError: If an argument has the wrong type.
     """
 
@@ -110,7 +110,7 @@ class RWKV6Attention(RecurrentLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the first values of the parameters that no submodule has."""
+        """Initialize the parameters of the layer itself."""
         nn.init.zeros_(self.x_bias)
         nn.init.zeros_(self.bonus)
 
@@ -118,11 +118,12 @@ class RWKV6Attention(RecurrentLayer):
         x = as_projected(x)
         before, shift = token_shift(x, past.shift, tokens.lengths, tokens.cu_seqlens, tokens.num_states)
         delta = before - x
-        # With one axis of tokens: Inductor refuses parts of more, if only the data know the number of tokens.
+        # One axis of tokens, since Inductor cannot split tensors with more axes if the number of tokens is
+        # data-dependent.
         mixed = (x.flatten(0, 1) + delta.flatten(0, 1) * self._mix(x, delta)).to(x.dtype)
         mixed_r, mixed_w, mixed_k, mixed_v, mixed_g = (y.unflatten(0, x.shape[:2]) for y in unbind(mixed))
         r, k, v = self.r_proj(mixed_r), self.k_proj(mixed_k), self.v_proj(mixed_v)
-        # The op takes -inf, but its gradient times that is NaN. e^80 forgets everything too, and sums of it are finite.
+        # The op takes -inf, but the gradient here would be 0 * inf, NaN. A decay of -e^80 also decays to zero.
         w = -upcast(self.w_proj(mixed_w)).clamp(max=80).exp()
         gate = self.gate_fn(self.g_proj(mixed_g))
         r, w, k, v, gate = (y.unflatten(-1, (self.num_heads, -1)) for y in (r, w, k, v, gate))
@@ -132,12 +133,11 @@ class RWKV6Attention(RecurrentLayer):
         return self.o_proj((self.g_norm(o) * gate).flatten(2)), RecurrentState(recurrent, shift=shift)
 
     def _mix(self, x: Tensor, delta: Tensor) -> Tensor:
-        """The weights of the token before in each of r, w, k, v and g, ``[5, B * T, hidden_size]``."""
+        """The weights of the previous token in r, w, k, v and g, ``[5, B * T, hidden_size]``."""
         lerp, tanh, up = self.x_proj
         low = tanh(lerp(x, delta))  # [B, T, 5 * R], the five parts side by side
-        # Each part is multiplied by its own columns of the weight of `up`. The module is called, once, on five copies,
-        # each of which keeps one part and has zeros for the others: slices of the weight would bypass an adapter, a
-        # hook or whatever else has replaced the module.
+        # Each part is multiplied by its own columns of the weight of `up`. Slices of the weight would bypass adapters
+        # and hooks of the module. So the module is called on five copies, in each of which all parts but one are zeros.
         part = torch.arange(5, device=x.device)
         kept = part.repeat_interleave(self.proj_low_rank_dim) == part[:, None]  # [5, 5 * R]
         parts = torch.where(replicated(kept, low)[:, None], low.flatten(0, 1), 0)  # [5, B * T, 5 * R]
@@ -145,14 +145,14 @@ class RWKV6Attention(RecurrentLayer):
 
 
 def _linear(inputs: int, outputs: int, **factory: Any) -> nn.Linear:
-    return with_first_values(
+    return with_initializers(
         nn.Linear(inputs, outputs, bias=False, **factory),
         weight=partial(nn.init.xavier_uniform_, gain=2**-2.5),
     )
 
 
 class LerpLinear(nn.Module):
-    """A projection of tokens, each mixed by `mu` with the token before it."""
+    """A projection of tokens that are mixed with the previous token by the weights `mu`."""
 
     def __init__(self, input_dim: int, output_dim: int, **factory: Any) -> None:
         super().__init__()

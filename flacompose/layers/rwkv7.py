@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flacompose._errors import ValueError
 from flacompose._peer import explained
 from flacompose.layers import _check
-from flacompose.layers.first_values import copy_, orthogonal_, with_first_values
+from flacompose.layers.initialization import copy_, orthogonal_, with_initializers
 from flacompose.layers.layout import Layout, distributed_like
 from flacompose.layers.lora import lora
 from flacompose.layers.norm import GroupNorm
@@ -37,45 +37,45 @@ class RWKV7Attention(RecurrentLayer):
     \qquad o_t = S_t^\top r_t$$
     $$y = \Bigl(\bigl(\operatorname{groupnorm}(o) + (\textstyle\sum r \odot k \odot r_k)\, v\bigr) \odot g\Bigr) W_o$$
 
-    In the first layer $v$ is $v'$, which is the $v^{first}$ of the others. From "RWKV-7 Goose with Expressive Dynamic
-    State Evolution" (<https://arxiv.org/abs/2503.14456>). Arguments, defaults, parameter names and first values are
+    In the first layer $v$ is $v'$, which is $v^{first}$ in all other layers. From "RWKV-7 Goose with Expressive Dynamic
+    State Evolution" (<https://arxiv.org/abs/2503.14456>). Arguments, defaults, parameter names and initialization are
     those of flash-linear-attention 0.6, whose checkpoints load. In the state dict the $W_1$ to $W_8$ and their biases
     are ``w_lora``, ``a_lora``, ``g_lora`` and ``v_lora``, and the $\mu$ are ``x_r``, ``x_w`` and so on.
 
-    First values depend on which layer of a model it is. Without `layer_idx` or `num_hidden_layers` they are those of
-    the only layer of a model of one. The peer fills such a layer with other values, $k_k$ for example with zeros, of
-    which the norm has no gradient, or raises an error. Biases and weights over the `value_dim` channels of the values,
-    where it is not `hidden_size`, are spread over these in the same way; there the peer raises an error too.
+    The initialization depends on the index of the layer. Without `layer_idx` or `num_hidden_layers` the layer is
+    initialized like the only layer of a model. There flash-linear-attention raises an error, or uses other values, such
+    as zeros for $k_k$, whose norm has no gradient. If `value_dim` is not `hidden_size`, where flash-linear-attention
+    raises an error too, the initial values of all channels follow the same formulas.
 
     Args:
-        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
+        mode: "chunk" or "fused_recurrent", two forms of the same function. A single token always takes the second.
         hidden_size: Size of the input and of the output, and of the keys of all heads together.
         head_dim: Keys of each head, ``K``. None for ``hidden_size // num_heads``.
         num_heads: Number of heads ``H``. Default: ``hidden_size // head_dim``, the only value allowed where `head_dim`
             is given.
         decay_low_rank_dim: Rank of the projection to ``w``. Default: about ``2.5 * hidden_size ** 0.5 * K / 64``, a
             multiple of 32.
-        gate_low_rank_dim: Rank of that to ``g``. Default: about ``5 * hidden_size ** 0.5``, a multiple of 32.
-        a_low_rank_dim: Rank of that to $\eta$. Default: as that to ``w``.
-        v_low_rank_dim: Rank of that to how much of $v^{first}$ is taken. Default: about
+        gate_low_rank_dim: Rank of the projection to ``g``. Default: about ``5 * hidden_size ** 0.5``, a multiple of 32.
+        a_low_rank_dim: Rank of the projection to $\eta$. Default: the default of `decay_low_rank_dim`.
+        v_low_rank_dim: Rank of the projection to the share of $v^{first}$. Default: about
             ``1.7 * hidden_size ** 0.5 * K / 64``, a multiple of 32. Not used if `layer_idx` is 0.
         elementwise_affine: Whether the norm has a weight and a bias; None stands for False.
-        norm_eps: This times ``K`` is added to the variance in the norm.
-        layer_idx: Which layer of a model it is. Layer 0 makes $v^{first}$, and every other takes it.
-        fuse_norm: How $\kappa$ is divided by its norm: if it is True, 1e-6 is added to the square of the norm, and if
-            not, the norm is at least 1e-12.
-        value_dim: The values of all heads together. Default: `hidden_size`.
-        num_hidden_layers: How many layers the model has, of which first values alone depend.
-        allow_neg_eigval: Whether $\eta$ is multiplied by $1 + e^w$ where it says what is erased, so that a token may
-            reverse what the state holds along $\kappa$: the eigenvalues of a token's transition are then between -1
-            and 1, and else between -0.46 and 1. It takes -1 to count modulo 2, or to follow permutations
-            (<https://arxiv.org/abs/2411.12537>). The peer has no such argument.
+        norm_eps: ``norm_eps * K`` is added to the variance in the norm.
+        layer_idx: Index of the layer in the model. Layer 0 makes $v^{first}$, and all other layers take it.
+        fuse_norm: Whether the norm of $\kappa$ is the root of its sum of squares plus 1e-6. Otherwise the norm is at
+            least 1e-12.
+        value_dim: Size of the values of all heads. Default: `hidden_size`.
+        num_hidden_layers: Number of layers of the model, used for the initialization alone.
+        allow_neg_eigval: Whether $\eta$ is multiplied by $1 + e^w$ in the erasure, so that a token may reverse the
+            state along $\kappa$. The eigenvalues of a token's transition are then between -1 and 1, otherwise between
+            -0.46 and 1. Counting modulo 2 and following permutations need an eigenvalue of -1
+            (<https://arxiv.org/abs/2411.12537>). flash-linear-attention has no such argument.
         device: Device of the parameters.
         dtype: Dtype of the parameters. Default: PyTorch's default.
 
     Raises:
-        ValueError: If an argument is none of these, neither `head_dim` nor `num_heads` is given or they contradict each
-            other, the heads do not divide the sizes, or a head has over 512 keys.
+        ValueError: If an argument has a wrong value, neither `head_dim` nor `num_heads` is given or they contradict
+            each other, the heads do not divide the sizes, or a head has over 512 keys.
         TypeError: If an argument has the wrong type.
     """
 
@@ -122,12 +122,12 @@ class RWKV7Attention(RecurrentLayer):
         self.k_a = nn.Parameter(torch.empty(D, **factory))
         self.r_k = nn.Parameter(torch.empty(H, K, **factory))
         self.r_proj, self.k_proj, self.v_proj = (
-            with_first_values(
+            with_initializers(
                 nn.Linear(D, outputs, bias=False, **factory), weight=partial(orthogonal_, gain=gain)
             )
             for outputs, gain in ((D, 1.0), (D, 0.1), (HV, 1.0))
         )
-        self.o_proj = with_first_values(nn.Linear(HV, D, bias=False, **factory), weight=nn.init.zeros_)
+        self.o_proj = with_initializers(nn.Linear(HV, D, bias=False, **factory), weight=nn.init.zeros_)
         decays = partial(_first_decays_, head_dim=K, depth=index / max(layers - 1, 1))
         rates = partial(_first_rates_, head_dim=K)
         self.w_lora = lora(D, self.decay_low_rank_dim, D, nn.Tanh(), factory, decays)
@@ -135,7 +135,7 @@ class RWKV7Attention(RecurrentLayer):
             self.v_lora = lora(D, self.v_low_rank_dim, HV, nn.Identity(), factory, _first_shares_)
         self.a_lora = lora(D, self.a_low_rank_dim, D, nn.Identity(), factory, rates)
         self.g_lora = lora(D, self.gate_low_rank_dim, HV, nn.Sigmoid(), factory, bias=None)
-        self.g_norm = with_first_values(
+        self.g_norm = with_initializers(
             GroupNorm(H, HV, K * norm_eps, affine, **factory),
             weight=partial(nn.init.constant_, val=((index + 1) / layers) ** 0.7),
             bias=nn.init.zeros_,
@@ -144,13 +144,13 @@ class RWKV7Attention(RecurrentLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the first values of the parameters that no submodule has."""
+        """Initialize the parameters of the layer itself."""
         index, layers = place_of(self.layer_idx, self.num_hidden_layers)
         for mu, power in (
             (self.x_r, 0.2), (self.x_w, 0.9), (self.x_k, 0.7), (self.x_v, 0.7), (self.x_a, 0.9), (self.x_g, 0.2)
         ):  # fmt: skip
             first_mix_(mu, power * (1 - index / layers))
-        copy_(self.k_k, 0.71 - 0.1 * _spread(self.k_k))
+        copy_(self.k_k, 0.71 - 0.1 * _evenly_spaced(self.k_k))
         nn.init.constant_(self.k_a, 1.02)
         nn.init.constant_(self.r_k, -0.04)
 
@@ -199,13 +199,12 @@ class RWKV7Attention(RecurrentLayer):
         [GatedLinearAttention][flacompose.layers.GatedLinearAttention.forward].
 
         Args:
-            v_first: $v^{first}$ of the same ``T`` tokens, ``[B, T, value_dim]``, in any float dtype, which layer 0 has
-                returned. It is no state: each call of a model makes it anew. Not used if `layer_idx` is 0; every other
-                layer needs it.
+            v_first: $v^{first}$ of the same ``T`` tokens, ``[B, T, value_dim]``, in any float dtype, as layer 0 has
+                returned it in the same call of the model. Not used if `layer_idx` is 0; required by all other layers.
 
         Returns:
-            ``(output, state, v_first)``: in layer 0 `v_first` is the layer's own values, with zeros where there is no
-                token, and in every other layer the argument itself.
+            ``(output, state, v_first)``: in layer 0 `v_first` holds the layer's own values, and zeros in places without
+                a token; in all other layers it is the argument.
         """
         y, new, *own = self._call(hidden_states, state, attention_mask, cu_seqlens, num_states, v_first)
         first: Any = own[0] if own else v_first
@@ -265,7 +264,7 @@ class RWKV7Attention(RecurrentLayer):
 def _heads(
     hidden_size: int, head_dim: int | None, num_heads: int | None, value_dim: int | None
 ) -> tuple[int, int, int]:
-    """Check these arguments of a layer, return the number of heads and their sizes K and V."""
+    """Check these arguments; return the number of heads and the head sizes K and V."""
     if num_heads is not None:
         _check.count("num_heads", num_heads)
     if head_dim is not None:
@@ -297,7 +296,7 @@ def _heads(
 
 
 def _rank(name: str, given: int | None, about: float) -> int:
-    """The rank of a projection that an argument gives or, without it, the multiple of 32 that is next to `about`."""
+    """The rank `given` or, if it is None, the multiple of 32 nearest to `about`."""
     if given is None:
         return max(32, round(about / 32) * 32)
     _check.count(name, given)
@@ -305,7 +304,7 @@ def _rank(name: str, given: int | None, about: float) -> int:
 
 
 def place_of(layer_idx: int | None, num_hidden_layers: int | None) -> tuple[int, int]:
-    """Check these arguments, return them, or where one of them is absent the place of the only layer of a model."""
+    """Check these arguments and return them; if one is None, return those of the only layer of a model."""
     if layer_idx is not None:
         _check.integer("layer_idx", layer_idx)
         _check.not_negative("layer_idx", layer_idx)
@@ -320,36 +319,36 @@ def place_of(layer_idx: int | None, num_hidden_layers: int | None) -> tuple[int,
     return layer_idx, num_hidden_layers
 
 
-# First values, as in the authors' code.
+# Initialization, as in the authors' code.
 
 
 def first_mix_(x: Tensor, power: float) -> None:
-    """Weights of the token before, of the channels ``x [..., D]``: 1 in the first, ever less in the following ones."""
+    """Weights of the previous token, which decrease over the channels ``x [..., D]`` from 1."""
     D = x.shape[-1]
     i = torch.arange(D, device=x.device, dtype=torch.float32)
     copy_(x, (1 - (i / D) ** power).expand(x.shape))
 
 
 def _first_decays_(x: Tensor, head_dim: int, depth: float) -> None:
-    """Biases of decays; `depth` is 0 in the first layer of a model and 1 in the last."""
-    copy_(x, 6 * (_spread(x) + 0.5) ** (1 + depth**0.3) - 5.5 + 2.5 * _zigzag(x, head_dim))
+    """Biases of decays. `depth` is from 0 in the first layer of a model to 1 in the last."""
+    copy_(x, 6 * (_evenly_spaced(x) + 0.5) ** (1 + depth**0.3) - 5.5 + 2.5 * _zigzag(x, head_dim))
 
 
 def _first_rates_(x: Tensor, head_dim: int) -> None:
-    copy_(x, -0.19 + 0.3 * _zigzag(x, head_dim) + 0.4 * _spread(x))
+    copy_(x, -0.19 + 0.3 * _zigzag(x, head_dim) + 0.4 * _evenly_spaced(x))
 
 
 def _first_shares_(x: Tensor) -> None:
-    copy_(x, 0.73 - 0.4 * _spread(x))
+    copy_(x, 0.73 - 0.4 * _evenly_spaced(x))
 
 
-def _spread(x: Tensor, size: int | None = None) -> Tensor:
-    """Numbers for the channels ``x [D]``, or for `size` of them, evenly from -1/2 to 1/2; 0 for a single one."""
+def _evenly_spaced(x: Tensor, size: int | None = None) -> Tensor:
+    """Numbers for the channels ``x [D]``, evenly spaced from -1/2 to 1/2 over `size` channels; 0 for size 1."""
     D = x.shape[0] if size is None else size
     return (torch.arange(D, device=x.device, dtype=torch.float32) - (D - 1) / 2) / max(D - 1, 1)
 
 
 def _zigzag(x: Tensor, head_dim: int) -> Tensor:
-    """Numbers for the channels ``x [D]``, from -1 to 1 in each head, close to 0 in most of them."""
-    z = 2 * _spread(x, head_dim)
+    """Numbers for the channels ``x [D]`` that rise from -1 to 1 in each head, mostly close to 0."""
+    z = 2 * _evenly_spaced(x, head_dim)
     return (z * z.abs()).repeat(x.shape[0] // head_dim)

@@ -35,30 +35,29 @@ class ShortConvolution(nn.Module):
 
     $$y_t = \operatorname{activation}\Bigl(b + \sum_{w=0}^{W-1} \text{weight}_w \odot x_{t-(W-1)+w}\Bigr)$$
 
-    Tokens before the first come from the state, or are zeros. Sums are taken in float32 (float64 for float64). For
-    more than one token on a GPU, the op `flacompose.ops.causal_conv1d` computes them, one kernel in each direction,
-    unless a graph is compiled under `torch.no_grad`. It has no kernel for float64, nor for ``W`` above 8. There, and
-    elsewhere, it is written as ``W`` shifted multiply-adds, which compile to one kernel (and a small one for the new
-    state) together with what is around it. Their gradient would be many kernels, and keep a copy of the inputs.
-    `torch.nn.functional.conv1d` is a kernel that nothing fuses with, and does not compile for training with a dynamic
-    ``T`` at batch 1. Compiled for a CPU, the op would take twice the time of the multiply-adds for many tokens, and
-    four times for one.
+    Inputs before the first token come from the state, or are zeros. Sums are taken in float32 (float64 for float64).
+    Several tokens on a GPU are computed by the op `flacompose.ops.causal_conv1d`, unless the dtype is float64, ``W`` is
+    above 8, or a graph is compiled under `torch.no_grad`. In all other cases the convolution is ``W`` shifted
+    multiply-adds in PyTorch, which the compiler fuses with their neighbours into one kernel, and a small kernel for the
+    new state. On a GPU their gradient would be many kernels and a copy of the inputs; compiled for a CPU, the op would
+    take two to four times as long. `torch.nn.functional.conv1d` does not fuse with other operations, and does not
+    compile for training with a dynamic ``T`` at batch 1.
 
     Args:
         hidden_size: Number of channels ``D``.
         kernel_size: Width ``W``.
         bias: Whether there is a bias.
-        activation: "silu", its other name "swish", or None.
+        activation: "silu" or "swish", which are the same, or None.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
 
     Attributes:
-        weight: ``[D, 1, W]``, the newest token's in column ``W - 1``; initialised as in `torch.nn.Conv1d`.
-        bias: ``[D]`` or None, likewise.
+        weight: ``[D, 1, W]``. Column ``W - 1`` weights the newest token. Initialized as in `torch.nn.Conv1d`.
+        bias: ``[D]`` or None, initialized likewise.
 
     Raises:
-        ValueError: If `hidden_size` or `kernel_size` is below 1 or `activation` none of these.
-        TypeError: If a size is no int, `bias` no bool, or `dtype` not one that the ops take.
+        ValueError: If `hidden_size` or `kernel_size` is below 1, or `activation` is unknown.
+        TypeError: If a size is no int, `bias` is no bool, or the ops do not take `dtype`.
     """
 
     bias: nn.Parameter | None
@@ -121,30 +120,29 @@ class ShortConvolution(nn.Module):
         num_states: int | None = None,
         sizes: Sequence[int] | None = None,
     ) -> tuple[Any, Tensor]:
-        """Convolve, and return the state to go on from.
+        """Convolve; return the outputs and the new state.
 
         Args:
-            x: ``[B, T, D]``.
-            state: The inputs before the first token, ``[N, D, W]``, the newest in column ``W - 1``, in any float
-                dtype; ``N`` is ``B``, or the number of packed sequences. It is not written to. Default: zeros.
-            lengths: ``[B]`` integers: the first ``lengths[b]`` tokens of row ``b`` count, and the new state is that
-                after them. What the others give means nothing. Default: all count.
-            cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B``
-                is then 1. Sequences may be empty; what tokens past ``cu_seqlens[-1]`` give means nothing.
-            num_states: How many states to return, ``n`` from 1 to 16, those after each of the last ``n`` tokens of each
-                row. Without `lengths` and `cu_seqlens` alone. Default: the one after the last token.
-            sizes: Numbers of channels, ``D`` in all, in which `y` is split: it is then a tuple of tensors, each in
-                memory of its own where the op computes them, as further ops take them. Default: it is one tensor.
+            x: ``[B, T, D]``. state: The inputs before the first token, ``[N, D, W]``, the newest in column ``W - 1``,
+            in any float dtype; ``N`` is ``B``, or the number of packed sequences. It is not changed. Default: zeros.
+            lengths: ``[B]`` integers. The first ``lengths[b]`` places of row ``b`` are tokens, and the new state is the
+            state after them. Outputs of other places are arbitrary. Default: all places are tokens. cu_seqlens: Bounds
+            of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is then 1.
+            Sequences may be empty. Outputs past ``cu_seqlens[-1]`` are arbitrary. num_states: Number ``n`` of states to
+            return, from 1 to 16: the states after each of the last ``n`` tokens of each row. Not with `lengths` or
+            `cu_seqlens`. Default: the state after the last token alone. sizes: Numbers of channels, ``D`` in all. `y`
+            is then a tuple of tensors with these channels, contiguous where the op computes them, as other ops read
+            them. Default: one tensor.
 
         Returns:
             ``(y, state)``: ``[B, T, D]`` and a new ``[N, D, W]``, or ``[N, n, D, W]`` with `num_states`, both in the
                 dtype of `x`.
 
         Raises:
-            ValueError: If a shape or a device is wrong, `num_states` or `sizes` are not as said, or `lengths` comes
-                with `cu_seqlens`.
-            TypeError: If an argument is no tensor, `x` or `state` not floating, `lengths` not of integers or
-                `cu_seqlens` neither int32 nor int64.
+            ValueError: If a shape or a device is wrong, `num_states` or `sizes` is wrong or not allowed, or `lengths`
+                comes with `cu_seqlens`.
+            TypeError: If an argument is no tensor, `x` or `state` has no float dtype, `lengths` no integer dtype, or
+                `cu_seqlens` is neither int32 nor int64.
         """
         if self.ranks is not None and sharing() is None:
             with shared(self.ranks):
@@ -201,7 +199,7 @@ class ShortConvolution(nn.Module):
         return y if sizes is None else y.split(list(sizes), -1), new
 
     def _takes_op(self, x: Tensor, num_states: int | None) -> bool:
-        """Whether the op computes many tokens: on a GPU by a kernel, but not where a forward pass alone is compiled."""
+        """Whether the op computes `x`: several tokens by a kernel, unless only a forward pass is compiled."""
         alone = is_compiling() and not torch.is_grad_enabled()
         is_plain = num_states is None and not hasattr(x, "device_mesh") and not _check.is_one(x.shape[1])
         runs_kernel = x.is_cuda and op.has_kernel(x.dtype, self.kernel_size)
@@ -215,7 +213,7 @@ class ShortConvolution(nn.Module):
         cu_seqlens: Tensor | None,
         sizes: Sequence[int] | None,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The outputs of channels in groups of these `sizes`, and the new state of all."""
+        """The outputs, split into `sizes` channels, and the new state of all channels."""
         sizes = [self.hidden_size] if sizes is None else list(sizes)
         absent = [None] * len(sizes)
         parts = zip(
@@ -234,14 +232,14 @@ class ShortConvolution(nn.Module):
         return ys, new.to(x.dtype)
 
     def _step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """One token, whose output is a sum over the new state."""
+        """One token. Its output is a sum over the new state."""
         state = torch.cat([state[:, :, 1:], x.transpose(1, 2)], dim=2)
         return (upcast(state) * self.weight[:, 0]).sum(2)[:, None], state
 
     def _rows(
         self, x: Tensor, state: Tensor | None, lengths: Tensor | None, num_states: int | None
     ) -> tuple[Tensor, Tensor]:
-        """A sequence in each row."""
+        """One sequence per row."""
         T, W = x.shape[1], self.kernel_size
         history = self._history(x, state)
         if num_states is not None:
@@ -250,8 +248,8 @@ class ShortConvolution(nn.Module):
         return self._sums(upcast(history), T), _as_state(last)
 
     def _history(self, x: Tensor, state: Tensor | None) -> Tensor:
-        """``[B, W + T, D]``: the inputs after the ``W`` before them."""
-        # A sum of two pads fuses into whatever reads it; a concatenation is written to memory first.
+        """``[B, W + T, D]``: the ``W`` inputs of the state, then `x`."""
+        # A sum of two padded tensors fuses with its readers; a concatenation would be written to memory.
         history = F.pad(x, (0, 0, self.kernel_size, 0))
         return history if state is None else history + F.pad(state.transpose(1, 2), (0, 0, 0, x.shape[1]))
 
@@ -265,7 +263,7 @@ class ShortConvolution(nn.Module):
         y = self._sums(upcast(F.pad(x, (0, 0, W, 0))), T, age)
 
         column = torch.arange(W, device=x.device)
-        # [N, W]: the tokens that the new state holds; where it is below `begin`, a column of the old state.
+        # [N, W]: the tokens in the new state. A number below `begin` is a column of the old state.
         source = end[:, None] - W + column
         last = x[0, source.clamp(min=0)]
         if state is None:
@@ -285,19 +283,18 @@ class ShortConvolution(nn.Module):
         return y.new_zeros(T + 1, D).index_put((token,), y)[None, :T]
 
     def _sums(self, h: Tensor, T: int, age: Tensor | None = None) -> Tensor:
-        """``T`` outputs of ``h [N, W + T, D]``, the inputs after the ``W`` before them, of which the first is not used.
+        """``T`` outputs of ``h [N, W + T, D]``, the ``W`` inputs before the tokens, then the tokens.
 
-        ``age [T, 1]`` is how many tokens of its own sequence are before each token. Tokens of other sequences are then
-        left out.
+        ``age [T, 1]`` is the number of earlier tokens of the same sequence; tokens of other sequences are skipped.
         """
-        # The gradient of `unbind` is one `stack`; each index would have a gradient of its own, padded with zeros.
+        # `unbind`, since its gradient is one `stack`; each index would have a gradient of its own, padded with zeros.
         weights = self.weight.squeeze(1).unbind(1)
 
         def product(w: int) -> Tensor:
             y, tokens_before = h[:, 1 + w : 1 + w + T] * weights[w], len(weights) - 1 - w
             return y if age is None or tokens_before == 0 else torch.where(age >= tokens_before, y, 0)
 
-        # One after the other: without the compiler, all products together would take the memory of as many inputs.
+        # Products are added one by one. Uncompiled, all of them together would take the memory of W inputs.
         total = product(0)
         for w in range(1, len(weights)):
             total = total + product(w)
@@ -310,11 +307,11 @@ class ShortConvolution(nn.Module):
 
 def _last(history: Tensor, lengths: Tensor, T: int) -> Tensor:
     """``[B, W, D]`` of ``history [B, W + T, D]``: the last inputs of each row, which has ``lengths [B]`` tokens."""
-    # Clamped, so that no access leaves the tokens, whatever `lengths` holds.
+    # Clamped, so that wrong `lengths` cannot cause an access out of bounds.
     column = distributed_like(lengths, torch.arange(history.shape[1] - T, device=history.device))
     return take(history, lengths.long().clamp(0, T)[:, None] + column)
 
 
 def _as_state(last: Tensor) -> Tensor:
-    """``[N, W, D]`` as a state ``[N, D, W]`` in memory of its own."""
+    """``[N, W, D]`` as a state ``[N, D, W]``, a copy."""
     return last.transpose(1, 2).clone(memory_format=torch.contiguous_format)

@@ -30,35 +30,35 @@ class SimpleGatedLinearAttention(GatedOutputLayer):
     0.6, whose checkpoints load.
 
     Args:
-        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
+        mode: "chunk" or "fused_recurrent", two forms of the same function. A single token always takes the second.
         hidden_size: Size of the input and of the output.
-        expand_k: The keys of all heads take ``hidden_size * expand_k``.
-        expand_v: The values of all heads take ``hidden_size * expand_v``.
+        expand_k: Size of the keys of all heads: ``hidden_size * expand_k``.
+        expand_v: Size of the values of all heads: ``hidden_size * expand_v``.
         num_heads: Number of heads ``H``, each with its decay.
-        num_kv_heads: Number of heads that keys and values have, each shared by ``H / num_kv_heads`` neighbouring heads
-            of queries. Default: ``H``.
+        num_kv_heads: Number of heads of keys and values. ``H / num_kv_heads`` neighbouring heads of queries share each.
+            Default: ``H``.
         feature_map: Activation $\phi$ of queries and keys: "relu", "sigmoid", "logsigmoid", "silu" or "swish",
             "sqrelu", "gelu" (its tanh form). Default: none.
         use_short_conv: Whether queries, keys and values pass a `ShortConvolution` with silu.
-        conv_size: Its width ``W``.
-        conv_bias: Whether it has a bias.
-        gate_fn: Activation of the output gate, one of those that `feature_map` takes.
+        conv_size: Width ``W`` of the convolutions.
+        conv_bias: Whether the convolutions have a bias.
+        gate_fn: Activation of the output gate, with the same choices as `feature_map`.
         elementwise_affine: Whether the norm has a weight; None stands for False.
         norm_eps: Added to the mean square in the norm.
         gate_logit_normalizer: Divisor $\tau$ of the log-decay, above 0.
-        fuse_norm: With a "swish" output gate: round once, after norm and gate, and name the norm ``g_norm_swish_gate``.
-            Otherwise it is named ``g_norm``, and its output is rounded too.
+        fuse_norm: Whether a "swish" output gate is fused with the norm, as one module ``g_norm_swish_gate`` that rounds
+            once. Otherwise the norm is a module ``g_norm`` that rounds its output.
         layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
         device: Device of the parameters.
-        dtype: Dtype of the parameters. Default: PyTorch's default; float32 for a norm apart from its gate.
+        dtype: Dtype of the parameters. Default: PyTorch's default; float32 for a norm that is not fused with its gate.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 512 keys.
+        ValueError: If an argument has a wrong value, the heads do not divide the sizes, or a head has over 512 keys.
         TypeError: If an argument has the wrong type.
     """
 
     chunk_modes = ("fused_chunk",)
-    joinable = ("q_proj", "k_proj", "v_proj", "g_proj", "gk_proj")
+    fusible = ("q_proj", "k_proj", "v_proj", "g_proj", "gk_proj")
 
     def __init__(
         self,

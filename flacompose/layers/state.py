@@ -1,4 +1,4 @@
-"""The state that a layer carries from one call to the next."""
+"""The state that layers pass from call to call."""
 
 from __future__ import annotations
 
@@ -20,51 +20,51 @@ class RecurrentState(NamedTuple):
 
     Attributes:
         recurrent: ``[N, H, K, V]``, in HGRN and Griffin ``[N, D]``, in Mamba ``[N, D, S]``, float32 (float64 in a
-            float64 layer); in layers of slots the tuple ``(Hk, Hv)``, ``[N, H, K, M]`` and ``[N, H, M, V]``, in mLSTM
-            ``(C, n, m)``, ``[N, H, K, V]``, ``[N, H, K]`` and ``[N, H]``, and in Mamba3 one of angles, state, last keys
-            and last values.
-        conv: One ``[N, D, W]`` per short convolution of the layer, in the order (q, k, v), in HGRN (i, f), in HGRN2
-            (q, f, i), in Mamba, Mamba2 and Griffin only one: the last ``W`` inputs of each sequence, the newest in
-            column ``W - 1``, in the dtype of the layer's projections. Empty without them.
+            float64 layer). In layers of slots it is the tuple ``(Hk, Hv)``, ``[N, H, K, M]`` and ``[N, H, M, V]``; in
+            mLSTM ``(C, n, m)``, ``[N, H, K, V]``, ``[N, H, K]`` and ``[N, H]``; in Mamba3 a tuple of angles, state,
+            last keys and last values.
+        conv: A tuple of one ``[N, D, W]`` per short convolution of the layer, in the order (q, k, v), in HGRN (i, f),
+            in HGRN2 (q, f, i). Each holds the last ``W`` inputs of each sequence, the newest in column ``W - 1``, in
+            the dtype of the layer's projections. Empty without convolutions.
         normalizer: The sum of all keys, ``[N, H, K]``, or the logsumexp of all logits, ``[N, H, M]`` or ``[N, H, K]``,
-            in the dtype of `recurrent`. ``()`` in a layer that does not normalise by it.
-        position: How many tokens each sequence has had, ``[N]``, int64. ``()`` in a layer without positions.
+            in the dtype of `recurrent`. ``()`` in a layer without a normalizer.
+        position: Number of tokens of each sequence so far, ``[N]``, int64. ``()`` in a layer without positions.
         shift: The last token of each sequence, ``[N, hidden_size]``, in the dtype of the layer's projections. ``()``
             in a layer without a token shift.
         cache: The keys and the values of softmax attention, ``[N, L, H, D]`` each, in the dtype of the layer's
-            projections. The first `position` of the ``L`` places of a sequence hold its tokens, and what is in the
-            others means nothing. ``()`` after packed sequences, and in every other layer.
+            projections. The first `position` of the ``L`` places of a sequence hold its tokens; other places are
+            arbitrary. ``()`` after packed sequences, and in all other layers.
     """
 
-    recurrent: Any  # a tensor, or a tuple of them, as `StateShapes` says; () in a layer without a recurrence
+    recurrent: Any  # a tensor or a tuple of tensors, by `StateShapes`; () without a recurrence
     conv: tuple[Tensor, ...] = ()
-    # An absent part is (), because None would be a leaf of the pytree and not a tensor.
+    # An absent part is (), since None would be a leaf of the pytree that is no tensor.
     normalizer: Any = ()
     position: Any = ()
     shift: Any = ()
     cache: tuple[Tensor, ...] = ()
 
     def map(self, function: Callable[[Tensor], Tensor]) -> RecurrentState:
-        """A state of ``function(t)`` for every tensor ``t`` of this one, each of which has ``N`` sequences first."""
+        """Apply `function` to every tensor of the state. The first axis of each tensor has the ``N`` sequences."""
         return pytree.tree_map(function, self)
 
     def detach(self) -> RecurrentState:
-        """The same values cut off from their history: the boundary of truncated backpropagation through time."""
+        """The same values without their history, for truncated backpropagation through time."""
         return self.map(Tensor.detach)
 
     def clone(self) -> RecurrentState:
-        """A copy in memory of its own. Gradients pass through it."""
+        """A copy. Gradients flow through it."""
         return self.map(torch.clone)
 
     def select(self, indices: Tensor | list[int]) -> RecurrentState:
-        """The states of some sequences, in this order, as a beam search continues them: a copy.
+        """A copy of the states of some sequences, in the order of `indices`, as for a beam search.
 
         Args:
-            indices: Which of the ``N`` sequences, integers ``[M]``; one may be given more than once.
+            indices: Indices of the ``N`` sequences, integers ``[M]``. A sequence may be repeated.
 
         Raises:
-            TypeError: If they are not integers.
-            ValueError: If they are not of one dimension, or on another device.
+            TypeError: If `indices` are not integers.
+            ValueError: If `indices` do not have one dimension, or are on another device.
         """
         if isinstance(indices, (list, tuple)):
             for i, index in enumerate(indices):
@@ -79,18 +79,18 @@ class RecurrentState(NamedTuple):
     def to(
         self, device: torch.device | str | int | None = None, dtype: torch.dtype | None = None
     ) -> RecurrentState:
-        """The state on `device`, for a layer whose parameters have `dtype`, as `init_state` makes it for these.
+        """The state on `device`, in the dtypes that `init_state` gives it in a layer of `dtype`.
 
-        So `conv`, `shift` and `cache` become `dtype`, while `recurrent` and `normalizer` become float32, or float64
-        if `dtype` is. Positions stay int64. A part that does not change is returned itself. To give every part the
-        same dtype, for instance to store a state in half the memory, use `map`; layers take any floating dtype.
+        `conv`, `shift` and `cache` become `dtype`; `recurrent` and `normalizer` become float32, or float64 if `dtype`
+        is float64; positions stay int64. A part that does not change is not copied. Use `map` to give every part the
+        same dtype, for example to store a state in half the memory; layers take any float dtype.
 
         Args:
-            device: Default: no change. A dtype may stand here too, as in ``state.to(torch.bfloat16)``.
+            device: Device of the new state, or, as in ``state.to(torch.bfloat16)``, the dtype. Default: no change.
             dtype: float32, bfloat16, float16 or float64. Default: no change.
 
         Raises:
-            TypeError: If `dtype` is none of these, or two dtypes are given.
+            TypeError: If `dtype` is not one of the four, or two dtypes are given.
         """
         if isinstance(device, torch.dtype):
             if dtype is not None:
@@ -108,11 +108,11 @@ class RecurrentState(NamedTuple):
 
     @staticmethod
     def cat(states: Iterable[RecurrentState]) -> RecurrentState:
-        """The sequences of several states of one layer, one state after the other.
+        """Concatenate the sequences of several states of one layer.
 
         Raises:
             ValueError: If there is no state, or the states have different parts.
-            TypeError: If one is no `RecurrentState`.
+            TypeError: If an entry is no `RecurrentState`.
         """
         states = tuple(states)
         if not states:
@@ -127,20 +127,19 @@ class RecurrentState(NamedTuple):
 
 
 class RecurrentStates(NamedTuple):
-    """The states of one layer after each of the last ``n`` tokens of ``N`` sequences, of which `at` gives one.
+    """The states of one layer after each of the last ``n`` tokens of ``N`` sequences.
 
-    A call with ``num_states=n`` returns it. Layers do not take it: a call goes on from one state.
+    A call with ``num_states=n`` returns it. Layers take a single state, which `at` selects.
 
     Attributes:
         recurrent: As in a [RecurrentState][flacompose.layers.RecurrentState], with an axis of ``n`` states after the
-            first axis: ``[N, n, H, K, V]``, in HGRN ``[N, n, D]``. Likewise all others but `cache`.
+            first axis: ``[N, n, H, K, V]``, in HGRN ``[N, n, D]``. All attributes but `cache` have this axis.
         conv: ``[N, n, D, W]`` each.
         normalizer: ``[N, n, H, K]`` or ``[N, n, H, M]``.
         position: ``[N, n]``.
         shift: ``[N, n, hidden_size]``.
-        cache: One for all ``n`` states, ``[N, L, H, D]`` each: the cache after the last token, which holds the keys and
-            values of all tokens. A state with a smaller `position` does not see later tokens, and the next tokens take
-            their places.
+        cache: The keys and values after the last token, ``[N, L, H, D]`` each, for all ``n`` states. A state with a
+            smaller `position` does not see later tokens, and the next tokens replace them.
     """
 
     recurrent: Any
@@ -151,18 +150,18 @@ class RecurrentStates(NamedTuple):
     cache: tuple[Tensor, ...] = ()
 
     def at(self, index: int | Tensor) -> RecurrentState:
-        """The state after one of the tokens: a copy, but for `cache`.
+        """The state after one of the tokens: a copy, except for `cache`.
 
         Args:
-            index: Which of the ``n`` states, from 0, or from -n, as Python counts. Or one for each sequence, integers
-                ``[N]`` from 0 to ``n - 1``, on the device of the states. They are not read on the host.
+            index: Index of one of the ``n`` states, from ``-n`` to ``n - 1``. Or one index for each sequence, integers
+                ``[N]`` from 0 to ``n - 1`` on the device of the states, which are not read on the host.
 
         Raises:
             ValueError: If an int is out of range, or a tensor has another shape or is on another device.
-            TypeError: If `index` is none of these.
+            TypeError: If `index` is neither an int nor a tensor of integers.
             RuntimeError: From PyTorch on a CPU, if a number in a tensor is out of range.
         """
-        # All but `cache`, of which there is one. PyTorch 2.11 does not compile `_replace` of a tuple made in the graph.
+        # All parts but `cache`. PyTorch 2.11 does not compile `_replace` of a tuple that was made in the graph.
         parts = self[:-1]
         N, n = pytree.tree_leaves(parts)[0].shape[:2]
         if isinstance(index, Tensor):
@@ -190,7 +189,7 @@ def _chosen(index: Tensor, states: Tensor) -> Tensor:
 for kind in (RecurrentState, RecurrentStates):
     # torch.export.load reads example inputs with weights_only.
     torch.serialization.add_safe_globals([kind])
-    # torch.export.save refuses a named tuple it has no name for, and torch has no public way to give it one.
+    # torch.export.save needs a name for a named tuple, and PyTorch has no public way to give it one.
     pytree._register_namedtuple(kind, serialized_type_name=f"flacompose.layers.{kind.__name__}")
 
 
@@ -201,9 +200,10 @@ def kind_of(x: Any) -> str:
 
 
 class StateError(Exception):
-    """A layer has refused a state: the message, and the layer's `StateShapes`, by which a model tells its layers apart.
+    """The error of a layer that refuses a state.
 
-    These are `args`, since Dynamo traces no constructor of an exception that keeps more.
+    Its `args` are the message and the layer's `StateShapes`, by which a model finds the layer. Dynamo cannot trace
+    exceptions with other attributes.
     """
 
     def __init__(self, message: str, shapes: StateShapes) -> None:
@@ -215,26 +215,26 @@ class StateError(Exception):
 
 
 class StateTypeError(StateError, TypeError):
-    """The state, or a part of it, has the wrong type."""
+    """The state or a part of it has the wrong type."""
 
 
 class StateValueError(StateError, ValueError):
-    """A part of the state has a wrong shape, or is on another device."""
+    """A part of the state has a wrong shape or device."""
 
 
 class StateShapes(NamedTuple):
-    """The shapes of a layer's state, each without its first dimension, ``N``; None for a part that is absent."""
+    """The shapes of a layer's state, without the first axis ``N``. None stands for an absent part."""
 
-    recurrent: tuple[tuple[int, ...], ...]  # the state is a tensor if there is one, else a tuple
+    recurrent: tuple[tuple[int, ...], ...]  # a single shape is a tensor, several are a tuple
     conv: tuple[tuple[int, int], ...] = ()
     normalizer: tuple[int, int] | None = None
-    position: bool = False  # whether there are positions, one number each
+    position: bool = False  # whether the state has positions
     shift: tuple[int] | None = None
-    log_normalizer: bool = False  # the normaliser is a logarithm, which starts at -inf
-    cache: tuple[int, int] | None = None  # the heads of keys and of values, and their size
+    log_normalizer: bool = False  # whether the normalizer is a logarithm, which starts at -inf
+    cache: tuple[int, int] | None = None  # the number of key heads and their size
 
     def zeros(self, N: int, device: torch.device | str | None, dtype: torch.dtype) -> RecurrentState:
-        """The state before the first token, for projections that give `dtype`."""
+        """The state before the first token, for projections with outputs in `dtype`."""
 
         def zeros(shape: tuple[int, ...] | None, dtype: torch.dtype) -> Any:
             return () if shape is None else torch.zeros(N, *shape, device=device, dtype=dtype)
@@ -252,12 +252,12 @@ class StateShapes(NamedTuple):
         )
 
     def absent(self) -> RecurrentState:
-        """The state of a call that is given none: None for every part and for every convolution."""
+        """The state of a call without a state: None for every part and every convolution."""
         conv: Any = (None,) * len(self.conv)
         return RecurrentState(None, conv, None, None, None, ())
 
     def check(self, state: RecurrentState, N: int, x: Tensor) -> None:
-        """Check that `state` has these shapes, `N` sequences, and the device of `x`; else raise a `StateError`."""
+        """Check the shapes of `state`, its `N` sequences and its device, that of `x`; else raise a `StateError`."""
         try:
             self._check(state, N, x)
         except TypeError as error:
@@ -281,7 +281,7 @@ class StateShapes(NamedTuple):
         if self.cache is not None and isinstance(state.cache, tuple) and not state.cache:
             raise ValueError(
                 "state.cache must hold 2 tensors, got 0, as after a call with cu_seqlens, which keeps no keys and "
-                "values of softmax attention: put sequences that shall go on in rows, with an attention_mask"
+                "values of softmax attention: to continue sequences, put them in rows, with an attention_mask"
             )
         _check_tensors(x, "state.cache", state.cache, self._cached(state), N)
         kind: Callable[[str, Tensor], None]
@@ -296,7 +296,7 @@ class StateShapes(NamedTuple):
                 raise ValueError(f"state.{name} must be () in this layer, got {type(value).__name__}")
 
     def _cached(self, state: RecurrentState) -> tuple[tuple[int, ...], ...]:
-        """The shapes of `state.cache`: keys and values have the same number of places, which may be any."""
+        """The shapes of `state.cache`. Keys and values have the same number of places, which is arbitrary."""
         if self.cache is None:
             return ()
         keys = state.cache[0] if isinstance(state.cache, (tuple, list)) and state.cache else None

@@ -1,4 +1,4 @@
-"""The token shift of RWKV: for every token, the one before it."""
+"""The token shift of RWKV: the previous token of every token."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from flacompose.ops._tensors.dtype import autocast_dtype
 
 
 def as_projected(x: Tensor) -> Tensor:
-    """``x`` in the dtype that projections give, so that the last token, which is a state, has it too."""
+    """``x`` in the dtype of the projections' outputs, which the last token, a state, shall have."""
     dtype = autocast_dtype(x.device)
     return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)

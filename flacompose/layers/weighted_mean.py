@@ -1,4 +1,4 @@
-"""The base of Based and ReBased: linear attention of many features whose outputs are weighted means of values."""
+"""The base of Based and ReBased: linear attention with many features. Its outputs are weighted means of values."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from flacompose.ops._tensors.dtype import autocast_on, upcast
 class WeightedMeanLayer(RecurrentLayer):
     """A layer that divides the output of linear attention by the sum of its weights and `eps`.
 
-    One more value, which is 1 for every token, has this sum as its output, so that it needs no second recurrence.
+    The sum is the output of one more value, which is 1 for every token. So it needs no second recurrence.
     """
 
     chunk_modes = ("parallel", "fused_chunk")
-    joinable = ("q_proj", "k_proj", "v_proj")
+    fusible = ("q_proj", "k_proj", "v_proj")
     feature_map: nn.Module
 
     def _add_heads(
         self, num_heads: int, num_key_value_heads: int, feature_dim: int, features: int, factory: Factory
     ) -> None:
-        """Check these arguments, and make the projections of heads whose keys are mapped to `features`."""
+        """Check these arguments, and make the projections. Keys of a head are mapped to `features`."""
         _check.count("num_heads", num_heads)
         _check.integer("num_key_value_heads", num_key_value_heads)
         if num_key_value_heads != num_heads:
@@ -53,16 +53,16 @@ class WeightedMeanLayer(RecurrentLayer):
         _check.flags(causal=causal)
         if not causal:
             raise ValueError("causal must be True: a recurrence sees no later token, got False")
-        _check.positive("eps", eps)  # at pads before the first token all weights are 0
+        _check.positive("eps", eps)  # at pads before the first token, all weights are 0
         self.eps = eps
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         q, k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in self._projections(x))
-        # Masked after the map, which need not map 0 to 0.
+        # Masked after the map, since it may not map 0 to 0.
         q, k = self.feature_map(q), tokens.masked(self.feature_map(k))
         values = torch.cat([upcast(v), torch.ones_like(upcast(v[..., :1]))], -1)
         op = self._op(chunk_linear_attn, fused_recurrent_linear_attn, x, None, tokens)
-        # Nothing is rounded before the division, and the features are added up with all their digits.
+        # Without autocast, nothing is rounded before the division.
         with torch.autocast(x.device.type, enabled=False) if autocast_on(x.device) else nullcontext():
             o, recurrent = by_values(partial(_by_keys, op), past.recurrent, q, k, values)
         y = (o[..., :-1] / (o[..., -1:] + self.eps)).to(v.dtype)

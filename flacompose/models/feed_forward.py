@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers.activation import activation
-from flacompose.layers.first_values import orthogonal_, with_first_values
-from flacompose.layers.joint import Joinable
+from flacompose.layers.fused_projections import FusesProjections
+from flacompose.layers.initialization import orthogonal_, with_initializers
 from flacompose.layers.layout import Layout
 from flacompose.layers.recurrent import StatefulLayer, factory_of, linears
 from flacompose.layers.rwkv6 import LerpLinear
@@ -19,10 +19,10 @@ from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.layers.token_shift import as_projected, token_shift
 
 
-class SwiGLU(Joinable):
+class SwiGLU(FusesProjections):
     r"""$y = \bigl(\operatorname{silu}(x W_{gate}) \odot x W_{up}\bigr) W_{down}$, https://arxiv.org/abs/2002.05202."""
 
-    joinable = ("gate_proj", "up_proj")
+    fusible = ("gate_proj", "up_proj")
 
     def __init__(
         self,
@@ -104,11 +104,11 @@ class RWKV7FeedForward(StatefulLayer):
         index, layers = place_of(layer_idx, num_hidden_layers)
         self.first_power = (1 - index / layers) ** 4
         self.x_k = nn.Parameter(torch.empty(hidden_size, **factory))
-        self.key = with_first_values(
+        self.key = with_initializers(
             nn.Linear(hidden_size, intermediate_size, bias=False, **factory),
             weight=partial(orthogonal_, gain=1.0),
         )
-        self.value = with_first_values(
+        self.value = with_initializers(
             nn.Linear(intermediate_size, hidden_size, bias=False, **factory), weight=nn.init.zeros_
         )
         self.act_fn = activation("feed_forward_act", act)
@@ -116,7 +116,7 @@ class RWKV7FeedForward(StatefulLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the first values of the parameter that no submodule has."""
+        """Initialize the parameter of the layer itself."""
         first_mix_(self.x_k, self.first_power)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:

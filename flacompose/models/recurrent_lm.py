@@ -17,8 +17,8 @@ from flacompose._errors import TypeError, ValueError
 from flacompose._peer import explained
 from flacompose._torch import catching, is_exporting
 from flacompose.layers import RMSNorm, RWKV7Attention, _check
-from flacompose.layers.first_values import with_first_values
 from flacompose.layers.forget_gate import ForgetGateLayer
+from flacompose.layers.initialization import with_initializers
 from flacompose.layers.layout import distributed_like, layout, take
 from flacompose.layers.recurrent import StatefulLayer, factory_of
 from flacompose.layers.state import RecurrentState, RecurrentStates, StateError, kind_of
@@ -146,7 +146,7 @@ class RecurrentLM(nn.Module):
         self.config = config
         factory = factory_of(device, dtype)
         # Small, as they give the logits too where they are tied.
-        self.embeddings = with_first_values(
+        self.embeddings = with_initializers(
             nn.Embedding(config.vocab_size, config.hidden_size, **factory),
             weight=partial(nn.init.normal_, std=0.02),
         )
@@ -163,7 +163,7 @@ class RecurrentLM(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the first values of the parameters that no submodule has."""
+        """Initialize the parameters of the layer itself."""
         if hasattr(self, "lower_bounds"):
             nn.init.zeros_(self.lower_bounds)
 
@@ -329,7 +329,7 @@ class RecurrentLM(nn.Module):
             The new tokens, without the prompts, ``[B, max_new_tokens]`` or fewer, int64.
 
         Raises:
-            ValueError: If an argument is none of these.
+            ValueError: If an argument has a wrong value.
             TypeError: If one has the wrong type.
         """
         if self.ranks is not None:

@@ -49,11 +49,11 @@ class SoftmaxAttention(StatefulLayer):
         dtype: Dtype of the parameters.
 
     Raises:
-        ValueError: If an argument is none of these, or the heads do not divide the size into even numbers.
+        ValueError: If an argument has a wrong value, or the heads do not divide the size into even numbers.
         TypeError: If an argument has the wrong type.
     """
 
-    joinable = ("q_proj", "k_proj", "v_proj")
+    fusible = ("q_proj", "k_proj", "v_proj")
     rope_theta = number("rope_theta")
 
     def __init__(

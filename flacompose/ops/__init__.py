@@ -1,4 +1,4 @@
-"""The recurrences, each one function of its inputs: nothing is changed in place, states come back as new tensors."""
+"""The recurrences, as pure functions: inputs are never changed, and states are returned as new tensors."""
 
 import sys
 from typing import TYPE_CHECKING

@@ -27,15 +27,15 @@ def chunk_abc(
     o_t = \sum_m \operatorname{softmax}_m(\text{scale} \cdot \tilde{k}_{t, m}^\top q_t)\, \tilde{v}_{t, m}$$
 
     for each slot ``m``. From "ABC: Attention with Bounded-memory Control" (<https://arxiv.org/abs/2110.02488>). It is
-    [chunk_gsa][flacompose.ops.chunk_gsa] without gates, and token by token
+    [chunk_gsa][flacompose.ops.chunk_gsa] without gates. For its recurrent form call
     [fused_recurrent_gsa][flacompose.ops.fused_recurrent_gsa] without gates.
 
     Args:
-        q: Queries, ``[B, T, HQ, K]``, in float32, bfloat16, float16 or float64; ``HQ`` is ``H`` or a multiple of it,
-            and head ``h`` of them goes with head ``h // (HQ / H)`` of the others.
+        q: Queries, ``[B, T, HQ, K]``, in float32, bfloat16, float16 or float64. ``HQ`` is a multiple of ``H``, and
+            query head ``h`` uses head ``h // (HQ / H)`` of keys and values.
         k: Keys, ``[B, T, H, K]``, in the dtype of `q`.
         v: Values, ``[B, T, H, V]``, in the dtype of `q`.
-        s: Logits of a token in each of ``M`` slots, ``[B, T, H, M]``, finite or -inf; any float dtype.
+        s: Logits of the write to each of ``M`` slots, ``[B, T, H, M]``, finite or -inf; any float dtype.
         scale: Factor of the second softmax's logits. Default: ``K ** -0.5``.
         initial_state: State before the first token, the tuple ``(Hk, Hv, z)``, ``[N, H, K, M]``, ``[N, H, M, V]`` and
             ``[N, H, M]``, the means of keys and of values and the logsumexp of ``s``, in any float dtype. Default:
@@ -46,7 +46,7 @@ def chunk_abc(
             of ``T`` tokens.
 
     Returns:
-        ``(o, final_state)``: `o` is ``[B, T, HQ, V]`` in the dtype of `v`, or under autocast in its dtype;
+        ``(o, final_state)``: `o` is ``[B, T, HQ, V]`` in the dtype of `v`, or of autocast where it is on;
             `final_state` is ``(Hk, Hv, z)``, new tensors in float32 (float64 for float64 inputs), or None unless
             `output_final_state`.
 

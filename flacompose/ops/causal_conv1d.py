@@ -1,4 +1,4 @@
-"""The short causal convolution in front of a recurrence, as of Mamba, https://arxiv.org/abs/2312.00752."""
+"""The short causal convolution in front of a recurrence, as in Mamba, https://arxiv.org/abs/2312.00752."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def causal_conv1d(
 
     $$y_t = \operatorname{activation}\Bigl(\text{bias} + \sum_{w=0}^{W-1} \text{weight}_w \odot x_{t-(W-1)+w}\Bigr)$$
 
-    Tokens before the first come from the state, or are zeros. Sums are taken in float32 (float64 for float64 inputs).
-    It is the convolution of "Mamba: Linear-Time Sequence Modeling with Selective State Spaces"
-    (<https://arxiv.org/abs/2312.00752>, section 3.4), which many recurrent layers have since.
+    Inputs before the first token come from the state, or are zeros. Sums are taken in float32 (float64 for float64
+    inputs). It is the convolution of "Mamba: Linear-Time Sequence Modeling with Selective State Spaces"
+    (<https://arxiv.org/abs/2312.00752>, section 3.4), which many later layers have too.
 
     Args:
         x: Inputs, ``[B, T, D]``, in float32, bfloat16, float16 or float64.
-        weight: ``[D, W]`` of any width ``W``, the newest token's in column ``W - 1``; any float dtype.
+        weight: ``[D, W]`` of any width ``W``. Column ``W - 1`` weights the newest token; any float dtype.
         bias: ``[D]``, in any float dtype. Default: none.
         activation: "silu", its other name "swish", or None for none.
         initial_state: The ``W`` inputs before the first token, ``[N, D, W]``, the newest in column ``W - 1``, in any
@@ -45,17 +45,17 @@ def causal_conv1d(
         cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
             then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
             of ``T`` tokens.
-        output_states: Number ``n`` of states to return in place of the final one, those after each of the last ``n``
-            tokens of every row: from 1 to 16, and at most ``T``. The second result is then ``[N, n, D, W]``.
-            The last of them is the final state. It needs no `output_final_state`, and takes no `cu_seqlens`.
-            Default: the final state alone, if asked for.
+        output_states: Number ``n`` of states to return instead of the final one: the states after each of the last
+            ``n`` tokens of every row, from 1 to 16, and at most ``T``. The second result is then ``[N, n, D, W]``, the
+            final state last. `output_final_state` is not needed, `cu_seqlens` is not allowed. Default: the final
+            state alone, if `output_final_state`.
 
     Returns:
-        ``(y, final_state)``: `y` is ``[B, T, D]`` in the dtype of `x`, or under autocast in its dtype; `final_state` is
+        ``(y, final_state)``: `y` is ``[B, T, D]`` in the dtype of `x`, or of autocast where it is on; `final_state` is
             ``[N, D, W]`` in float32 (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
 
     Raises:
-        ValueError: If a shape or a device is wrong, or `activation` none of these.
+        ValueError: If a shape or a device is wrong, or `activation` is unknown.
         TypeError: If an argument has the wrong type or dtype.
     """
     inputs = op.Inputs(x, weight, bias, initial_state, cu_seqlens, silu=activation is not None)
@@ -78,13 +78,13 @@ def causal_conv1d(
 
 
 def _as_computed(x: Tensor) -> Tensor:
-    """`x`, cast as autocast casts it for the op, in the dtype of states."""
+    """`x` in the dtype of states, after the rounding of autocast."""
     dtype = autocast_dtype(x.device)
     return upcast(x if dtype is None or x.dtype == torch.float64 else x.to(dtype))
 
 
 def _last_states(x: Tensor, W: int, initial_state: Tensor | None, n: int) -> Tensor:
-    """``[N, n, D, W]``: the states after the last ``n`` tokens, in the op's precision."""
+    """``[N, n, D, W]``: the states after each of the last ``n`` tokens, in the dtype of states."""
     x = _as_computed(x)
     before = x.new_zeros(x.shape[0], W, x.shape[2]) if initial_state is None else initial_state.to(x.dtype).mT
     return intermediate_states.windows(torch.cat([before, x], 1), W, n)

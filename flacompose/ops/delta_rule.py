@@ -29,31 +29,31 @@ def chunk_delta_rule(
 
     $$S_t = S_{t-1} + \beta_t\, k_t (v_t - S_{t-1}^\top k_t)^\top \qquad o_t = \text{scale} \cdot S_t^\top q_t$$
 
-    The value stored under a key is replaced by the new one, wholly if ``beta`` is 1 and the key has norm 1.
+    A token replaces the value stored under its key, completely if ``beta`` is 1 and the key has norm 1.
     From "Parallelizing Linear Transformers with the Delta Rule over Sequence Length"
     (<https://arxiv.org/abs/2406.06484>).
 
-    A token multiplies the state along its key by ``1 - beta |k|^2``. While this is between -1 and 1, as for keys of
-    norm 1 and ``beta`` from 0 to 2, no token enlarges the state, and values add to it at most linearly in time.
-    Otherwise the recurrence itself may grow exponentially.
+    A token multiplies the state along its key by ``1 - beta |k|^2``. While this factor is between -1 and 1, as for
+    keys of norm 1 and ``beta`` from 0 to 2, the state grows at most linearly in time. Otherwise it may grow
+    exponentially.
 
     Args:
         q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
-        k: Keys, ``[B, T, H, K]``, in the dtype of `q`; mostly of norm 1.
-        v: Values, ``[B, T, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head ``h`` of them
-            goes with head ``h // (HV / H)`` of queries and keys.
-        beta: How much of a value is replaced, ``[B, T, HV]``, mostly from 0 to 1 or to 2; any float dtype.
+        k: Keys, ``[B, T, H, K]``, in the dtype of `q`; usually of norm 1.
+        v: Values, ``[B, T, HV, V]``, in the dtype of `q`. ``HV`` is a multiple of ``H``, and value head ``h`` uses
+            head ``h // (HV / H)`` of queries and keys.
+        beta: Share of the stored value that is replaced, ``[B, T, HV]``, usually from 0 to 1 or to 2; any float dtype.
         scale: Factor of the output. Default: ``K ** -0.5``.
         initial_state: State before the first token, ``[N, HV, K, V]``, in any float dtype. Default: zeros.
         output_final_state: Whether to return the state after the last token.
-        use_qk_l2norm_in_kernel: Whether to divide queries and keys by their norms first, the roots of the sums
-            of their squares and 1e-6.
+        use_qk_l2norm_in_kernel: Whether queries and keys are first divided by their norms,
+            ``sqrt(sum of squares + 1e-6)``.
         cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
             then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
             of ``T`` tokens.
 
     Returns:
-        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or under autocast in its dtype;
+        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or of autocast where it is on;
             `final_state` is ``[N, HV, K, V]`` in float32 (float64 for float64 inputs), a new tensor, or None unless
             `output_final_state`.
 
@@ -86,11 +86,11 @@ def fused_recurrent_delta_rule(
 ) -> tuple[Tensor, Tensor | Any]:
     """[chunk_delta_rule][flacompose.ops.chunk_delta_rule], token by token: the form for decoding.
 
-    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    It is the same function of the same arguments, derivatives included, for one or a few tokens at a time.
 
     Args:
-        output_states: How many states to return in place of the final one, as
-            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, HV, K, V]``.
+        output_states: Number ``n`` of states to return instead of the final one, as in
+            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla]: ``[N, n, HV, K, V]``.
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
@@ -106,6 +106,6 @@ def fused_recurrent_delta_rule(
 
 
 def with_norms(inputs: op.Inputs) -> op.Inputs:
-    """`inputs` with queries and keys that are `normalized`."""
+    """`inputs` with normalised queries and keys."""
     q, k = map(normalized, without_tail(inputs.cu_seqlens, inputs.q, inputs.k))
     return inputs._replace(q=q, k=k)

@@ -29,19 +29,19 @@ def chunk_dplr_delta_rule(
     $$S_t = \operatorname{diag}(e^{gk_t})\, S_{t-1} + b_t (S_{t-1}^\top a_t)^\top + k_t v_t^\top \qquad
     o_t = \text{scale} \cdot S_t^\top q_t$$
 
-    ``a`` reads the state, before it decays, and ``b`` writes the result: with ``a = -k`` and ``b = beta k`` a
+    ``a`` reads the state before it decays, and ``b`` writes the result back. With ``a = -k`` and ``b = beta k`` a
     token erases as in the delta rule. It is the recurrence of RWKV7 (<https://arxiv.org/abs/2503.14456>).
 
-    A token multiplies the state by ``diag(exp(gk)) + b a^T``, whose norm is at most ``1 + |a| |b|``, so that
-    the state may grow by this factor with every token. With ``b = -c a`` for a number ``c`` that is not negative, the
+    A token multiplies the state by ``diag(exp(gk)) + b a^T``, whose norm is at most ``1 + |a| |b|``. So the state
+    may grow by this factor with every token. With ``b = -c a`` for a number ``c`` that is not negative, the
     norm is at most 1 as long as ``|a| |b|`` is at most ``1 + exp(gk)`` of every channel: 2 without a decay.
 
     Args:
         q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
         k: Keys, ``[B, T, H, K]``, in the dtype of `q`.
         v: Values, ``[B, T, H, V]``, in the dtype of `q`.
-        a: What reads the state, ``[B, T, H, K]``, in the dtype of `q`.
-        b: What is written back, ``[B, T, H, K]``, in the dtype of `q`.
+        a: Vectors that read the state, ``[B, T, H, K]``, in the dtype of `q`.
+        b: Vectors that write the result of the read back, ``[B, T, H, K]``, in the dtype of `q`.
         gk: Decay of the key axis, ``[B, T, H, K]``, per token, as natural logarithms from 0 to -inf; any float dtype.
         scale: Factor of the output. Default: ``K ** -0.5``.
         initial_state: State before the first token, ``[N, H, K, V]``, in any float dtype. Default: zeros.
@@ -51,7 +51,7 @@ def chunk_dplr_delta_rule(
             of ``T`` tokens.
 
     Returns:
-        ``(o, final_state)``: `o` is ``[B, T, H, V]`` in the dtype of `v`, or under autocast in its dtype;
+        ``(o, final_state)``: `o` is ``[B, T, H, V]`` in the dtype of `v`, or of autocast where it is on;
             `final_state` is ``[N, H, K, V]`` in float32 (float64 for float64 inputs), a new tensor, or None unless
             `output_final_state`.
 
@@ -83,11 +83,11 @@ def fused_recurrent_dplr_delta_rule(
 ) -> tuple[Tensor, Tensor | Any]:
     """[chunk_dplr_delta_rule][flacompose.ops.chunk_dplr_delta_rule], token by token: the form for decoding.
 
-    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    It is the same function of the same arguments, derivatives included, for one or a few tokens at a time.
 
     Args:
-        output_states: How many states to return in place of the final one, as
-            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, H, K, V]``.
+        output_states: Number ``n`` of states to return instead of the final one, as in
+            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla]: ``[N, n, H, K, V]``.
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)

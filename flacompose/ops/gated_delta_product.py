@@ -17,7 +17,7 @@ from flacompose.ops._operators.checked import check_values, checking
 from flacompose.ops._recurrences.matrix import op
 from flacompose.ops._recurrences.matrix.eager import normalized
 from flacompose.ops._tensors.dtype import upcast
-from flacompose.ops._tensors.packed import stretched, without_tail
+from flacompose.ops._tensors.packed import with_steps_per_token, without_tail
 
 
 def chunk_gated_delta_product(
@@ -39,30 +39,32 @@ def chunk_gated_delta_product(
     S_{t,i} = S_{t,i-1} + \beta_{t,i}\, k_{t,i} (v_{t,i} - S_{t,i-1}^\top k_{t,i})^\top \qquad
     o_t = \text{scale} \cdot S_{t,n}^\top q_t$$
 
-    A product of ``n`` Householder transitions reaches rotations, which one does not. From "DeltaProduct: Improving
-    State-Tracking in Linear RNNs via Householder Products" (<https://arxiv.org/abs/2502.10297>). It is
-    [chunk_gated_delta_rule][flacompose.ops.chunk_gated_delta_rule] of ``n`` tokens for each, of which the first decays
-    and the last is read.
+    A product of ``n`` Householder transitions can be a rotation, which a single one cannot. From "DeltaProduct:
+    Improving State-Tracking in Linear RNNs via Householder Products" (<https://arxiv.org/abs/2502.10297>). It is
+    [chunk_gated_delta_rule][flacompose.ops.chunk_gated_delta_rule] of ``n`` steps per token. The first step decays the
+    state, and the query reads after the last.
 
     Args:
         q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
-        k: Keys, ``[B, T * n, H, K]``, the ``n`` of a token next to each other, in the dtype of `q`; mostly of norm 1.
-        v: Values, ``[B, T * n, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head
-            ``h`` of them goes with head ``h // (HV / H)`` of queries and keys.
+        k: Keys, ``[B, T * n, H, K]``, with the ``n`` keys of a token side by side, in the dtype of `q`; usually of norm
+            1.
+        v: Values, ``[B, T * n, HV, V]``, in the dtype of `q`. ``HV`` is a multiple of ``H``, and value
+            head ``h`` uses head ``h // (HV / H)`` of queries and keys.
         g: Decay per token, ``[B, T, HV]``, as natural logarithms from 0 to -inf; any float dtype. None: no decay.
-        beta: How much of a value is replaced, ``[B, T * n, HV]``, mostly from 0 to 1 or to 2; any float dtype.
-        num_householder: ``n``, the steps of a token.
+        beta: Share of the stored value that is replaced, ``[B, T * n, HV]``, usually from 0 to 1 or to 2; any float
+            dtype.
+        num_householder: Number of steps ``n`` of a token.
         scale: Factor of the output. Default: ``K ** -0.5``.
         initial_state: State before the first token, ``[N, HV, K, V]``, in any float dtype. Default: zeros.
         output_final_state: Whether to return the state after the last token.
-        use_qk_l2norm_in_kernel: Whether to divide queries and keys by their norms first, the roots of the sums
-            of their squares and 1e-6.
-        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, in tokens and not in steps, ``[N + 1]`` from 0
+        use_qk_l2norm_in_kernel: Whether queries and keys are first divided by their norms,
+            ``sqrt(sum of squares + 1e-6)``.
+        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, in tokens (not in steps), ``[N + 1]`` from 0
             upwards, int32 or int64; ``B`` is then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros.
             Default: ``N = B`` sequences of ``T`` tokens.
 
     Returns:
-        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or under autocast in its dtype;
+        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or of autocast where it is on;
             `final_state` is ``[N, HV, K, V]`` in float32 (float64 for float64 inputs), a new tensor, or None unless
             `output_final_state`.
 
@@ -93,11 +95,11 @@ def fused_recurrent_gated_delta_product(
 ) -> tuple[Tensor, Tensor | Any]:
     """[chunk_gated_delta_product][flacompose.ops.chunk_gated_delta_product], step by step: the form for decoding.
 
-    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    It is the same function of the same arguments, derivatives included, for one or a few tokens at a time.
 
     Args:
-        output_states: How many states to return in place of the final one, as
-            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, HV, K, V]``.
+        output_states: Number ``n`` of states to return instead of the final one, as in
+            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla]: ``[N, n, HV, K, V]``.
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states, num_householder)
@@ -121,7 +123,7 @@ def _product(
     use_qk_l2norm_in_kernel: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Check the arguments, and call one form of the delta rule's op on the steps of all tokens."""
+    """Check the arguments, and call one form of the delta rule with the steps as its tokens."""
     require.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, output_final_state=output_final_state)
     require.count("num_householder", n)
     require.axes("q", q, ("B", "T", "H", "K"))
@@ -130,7 +132,7 @@ def _product(
     require.like(q, "k", k, (B, T * n, H, K))
     require.same_dtype(q, "k", k)
     scale = require.scale(scale, q)
-    # The operator takes one query per step, so keys replace queries in this check.
+    # The operator takes one query per step, so the keys also stand for the queries in this check.
     check(
         op,
         op.Inputs(k, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
@@ -144,18 +146,17 @@ def _product(
     cu_seqlens = verified(cu_seqlens, T, in_graphs=False)
     if use_qk_l2norm_in_kernel:
         (q,) = without_tail(cu_seqlens, q)
-        (k,) = without_tail(stretched(cu_seqlens, n), k)
+        (k,) = without_tail(with_steps_per_token(cu_seqlens, n), k)
         q, k = normalized(q), normalized(k)
-    # The first step of a token decays, and its query reads after the last; other steps have no gate and no
-    # query.
+    # Only the first step of a token has a gate, and only the last has a query.
     q = F.pad(q.unsqueeze(2), (0, 0, 0, 0, n - 1, 0)).flatten(1, 2)
     if g is not None:
-        # A gate whose exponential is 0 has a gradient of 0. Computed together with the far larger gradients
-        # of the steps that do not decay, it would get their rounding errors.
+        # A gate whose exponential is 0 has a gradient of exactly 0. The kernels would give it rounding errors of
+        # the far larger gradients of steps without decay.
         g = torch.where(upcast(g).exp() == 0, g.detach(), g)
         g = F.pad(g.unsqueeze(2), (0, 0, 0, n - 1)).flatten(1, 2)
     inputs = op.Inputs(
-        q, k, v, g, beta=beta, initial_state=initial_state, cu_seqlens=stretched(cu_seqlens, n), scale=scale,
+        q, k, v, g, beta=beta, initial_state=initial_state, cu_seqlens=with_steps_per_token(cu_seqlens, n), scale=scale,
         delta_rule=True,
     )  # fmt: skip
     o, final_state = run(form, inputs, output_final_state)

@@ -15,7 +15,7 @@ from flacompose.ops._arguments.intermediate_states import recurrent_form
 from flacompose.ops._operators.checked import check_parameters, checking
 from flacompose.ops._recurrences.matrix import op
 from flacompose.ops._tensors.dtype import upcast
-from flacompose.ops._tensors.gates import bounded
+from flacompose.ops._tensors.gates import clamped
 from flacompose.ops._tensors.packed import without_tail
 from flacompose.ops.delta_rule import with_norms
 
@@ -47,35 +47,35 @@ def chunk_gated_delta_rule(
 
     Args:
         q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
-        k: Keys, ``[B, T, H, K]``, in the dtype of `q`; mostly of norm 1.
-        v: Values, ``[B, T, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head ``h`` of them
-            goes with head ``h // (HV / H)`` of queries and keys.
+        k: Keys, ``[B, T, H, K]``, in the dtype of `q`; usually of norm 1.
+        v: Values, ``[B, T, HV, V]``, in the dtype of `q`. ``HV`` is a multiple of ``H``, and value head ``h`` uses
+            head ``h // (HV / H)`` of queries and keys.
         g: Decay per token, ``[B, T, HV]``, as natural logarithms from 0 to -inf; any float dtype. With
-            `use_gate_in_kernel`, the numbers that it is computed from.
-        beta: How much of a value is replaced, ``[B, T, HV]``, mostly from 0 to 1 or to 2; any float dtype. With
-            `use_beta_sigmoid_in_kernel`, its logits.
+            `use_gate_in_kernel`, the input of the formula of the decay.
+        beta: Share of the stored value that is replaced, ``[B, T, HV]``, usually from 0 to 1 or to 2; any float dtype.
+            With `use_beta_sigmoid_in_kernel`, its logits.
         scale: Factor of the output. Default: ``K ** -0.5``.
         initial_state: State before the first token, ``[N, HV, K, V]``, in any float dtype. Default: zeros.
         output_final_state: Whether to return the state after the last token.
-        use_qk_l2norm_in_kernel: Whether to divide queries and keys by their norms first, the roots of the sums
-            of their squares and 1e-6.
+        use_qk_l2norm_in_kernel: Whether queries and keys are first divided by their norms,
+            ``sqrt(sum of squares + 1e-6)``.
         use_gate_in_kernel: Whether the decay is ``-exp(A_log) * softplus(g + dt_bias)``.
         A_log: ``HV`` numbers in any shape, in any float dtype; given with `use_gate_in_kernel` alone.
         dt_bias: ``HV`` numbers in any shape, in any float dtype; given with `use_gate_in_kernel` alone. Default: 0.
-        use_beta_sigmoid_in_kernel: Whether `beta` holds logits, of which the sigmoid is taken.
-        allow_neg_eigval: Whether that sigmoid is doubled.
+        use_beta_sigmoid_in_kernel: Whether `beta` holds logits and passes a sigmoid.
+        allow_neg_eigval: Whether the sigmoid of `beta` is doubled.
         cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
             then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
             of ``T`` tokens.
 
     Returns:
-        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or under autocast in its dtype;
+        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or of autocast where it is on;
             `final_state` is ``[N, HV, K, V]`` in float32 (float64 for float64 inputs), a new tensor, or None unless
             `output_final_state`.
 
     Raises:
         ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, `scale` is not finite, or an option
-            lacks the one that it belongs to.
+            comes without the option that it needs.
         TypeError: If an argument has the wrong type or dtype.
     """
     scale = require.scale(scale, q)
@@ -111,11 +111,11 @@ def fused_recurrent_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | Any]:
     """[chunk_gated_delta_rule][flacompose.ops.chunk_gated_delta_rule], token by token: the form for decoding.
 
-    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    It is the same function of the same arguments, derivatives included, for one or a few tokens at a time.
 
     Args:
-        output_states: How many states to return in place of the final one, as
-            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, HV, K, V]``.
+        output_states: Number ``n`` of states to return instead of the final one, as in
+            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla]: ``[N, n, HV, K, V]``.
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
@@ -142,7 +142,7 @@ def with_gates(
     neg_eigval: bool,
     lower_bound: float | None = None,
 ) -> op.Inputs:
-    """Check the options, and apply them to checked `inputs`, whose gate is one per head, `g`, or per channel, `gk`."""
+    """Check the options, and apply them to checked `inputs` with a gate per head, `g`, or per channel, `gk`."""
     require.flags(
         use_qk_l2norm_in_kernel=normalize,
         use_gate_in_kernel=use_gate,
@@ -177,7 +177,7 @@ def decay(
     lower_bound: float | None,
     cu_seqlens: Tensor | None,
 ) -> Tensor:
-    """Check the options of a checked gate ``g [B, T, HV]`` or ``[B, T, HV, K]``, and compute the decay."""
+    """Check the options of the gate ``g [B, T, HV]`` or ``[B, T, HV, K]``, and compute the decay."""
     of_a_token = tuple(g.shape[2:])
     require.parameter(q, "A_log", A_log, of_a_token[:1])
     require.parameter(q, "dt_bias", dt_bias, of_a_token)
@@ -210,8 +210,8 @@ def log_decay(
 ) -> Tensor:
     """``-rate * softplus(x + dt_bias)``, or with `lower_bound`, ``lower_bound * sigmoid(rate * (x + dt_bias))``.
 
-    ``x [B, T, HV, ...]``, whose dtype the result has, ``dt_bias [HV, ...]``, `A_log` of ``HV`` numbers, and
-    ``rate = exp(A_log)``, 1 without it. A finite `x` gives NaN at no rate.
+    ``rate`` is ``exp(A_log)``, or 1 if `A_log` is None. ``x [B, T, HV, ...]`` and ``dt_bias [HV, ...]`` are summed,
+    and the result has the dtype of `x`. A finite `x` never gives NaN, whatever the rate is.
     """
     bias = None if dt_bias is None else dt_bias.to(x.dtype)
     if A_log is not None:
@@ -219,7 +219,7 @@ def log_decay(
     if lower_bound is not None:
         x = x if bias is None else x + bias
         if A_log is not None:
-            # Gradients may be e^8 times as large as the rate before they overflow.
+            # The margin of e^8 keeps gradients from overflowing.
             x = A_log.clamp(max=log(finfo(x.dtype).max) - 8).exp() * x
         return lower_bound * x.sigmoid()
     assert A_log is not None  # checked
@@ -230,4 +230,4 @@ def log_decay(
     low = A_log.clamp(-1000.0, 40.0)
     excess = A_log - low
     x = x + (excess if bias is None else bias + excess)
-    return bounded(-low.exp() * F.softplus(x))
+    return clamped(-low.exp() * F.softplus(x))

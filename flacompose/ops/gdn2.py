@@ -42,29 +42,29 @@ def chunk_gdn2(
     S_t = S'_t + k_t (w_t \odot v_t - {S'_t}^\top (b_t \odot k_t))^\top \qquad
     o_t = \text{scale} \cdot S_t^\top q_t$$
 
-    ``b`` gates the erased value per channel of the key, and ``w`` the written one per channel of the value.
+    ``b`` gates the erased value per channel of the key, and ``w`` gates the written value per channel of the value.
     With ``b = w = beta``, a number per head, it is [chunk_kda][flacompose.ops.chunk_kda]. The products ``b * k`` and
-    ``w * v`` have the dtype of `k`, so that in bfloat16 they are rounded to it. From "Gated DeltaNet-2"
+    ``w * v`` are rounded to the dtype of `k`. From "Gated DeltaNet-2"
     (<https://arxiv.org/abs/2605.22791>).
 
-    A token multiplies the state by ``I - k (b k)^T``. Where the channels of ``b`` are alike and from 0 to 2,
-    and keys have norm 1, no token enlarges it. Otherwise its norm may be as large as ``1 + |k| |b k|``, and the
-    recurrence itself may grow exponentially.
+    A token multiplies the state by ``I - k (b k)^T``. If all channels of ``b`` are equal and from 0 to 2,
+    and keys have norm 1, no token enlarges the state. Otherwise the norm of this factor may reach ``1 + |k| |b k|``,
+    and the state may grow exponentially.
 
     Args:
         q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
-        k: Keys, ``[B, T, H, K]``, in the dtype of `q`; mostly of norm 1.
-        v: Values, ``[B, T, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head ``h`` of them
-            goes with head ``h // (HV / H)`` of queries and keys.
+        k: Keys, ``[B, T, H, K]``, in the dtype of `q`; usually of norm 1.
+        v: Values, ``[B, T, HV, V]``, in the dtype of `q`. ``HV`` is a multiple of ``H``, and value head ``h`` uses
+            head ``h // (HV / H)`` of queries and keys.
         g: Decay of the key axis, ``[B, T, HV, K]``, per token, as natural logarithms from 0 to -inf; any float dtype.
-            With `use_gate_in_kernel`, the numbers that it is computed from.
-        b: Gate of what is erased, ``[B, T, H, K]``, mostly from 0 to 1 or to 2; any float dtype.
-        w: Gate of what is written, ``[B, T, HV, V]``, mostly from 0 to 1; any float dtype.
+            With `use_gate_in_kernel`, the input of the formula of the decay.
+        b: Gate of the erased value, ``[B, T, H, K]``, usually from 0 to 1 or to 2; any float dtype.
+        w: Gate of the written value, ``[B, T, HV, V]``, usually from 0 to 1; any float dtype.
         scale: Factor of the output. Default: ``K ** -0.5``.
         initial_state: State before the first token, ``[N, HV, K, V]``, in any float dtype. Default: zeros.
         output_final_state: Whether to return the state after the last token.
-        use_qk_l2norm_in_kernel: Whether to divide queries and keys by their norms first, the roots of the sums
-            of their squares and 1e-6.
+        use_qk_l2norm_in_kernel: Whether queries and keys are first divided by their norms,
+            ``sqrt(sum of squares + 1e-6)``.
         use_gate_in_kernel: Whether the decay is ``-exp(A_log) * softplus(g + dt_bias)`` or, with `lower_bound`,
             ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
         A_log: ``HV`` numbers in any shape, in any float dtype; given with `use_gate_in_kernel` alone. With
@@ -77,13 +77,13 @@ def chunk_gdn2(
             of ``T`` tokens.
 
     Returns:
-        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or under autocast in its dtype;
+        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or of autocast where it is on;
             `final_state` is ``[N, HV, K, V]`` in float32 (float64 for float64 inputs), a new tensor, or None unless
             `output_final_state`.
 
     Raises:
         ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, `scale` is not finite, `lower_bound`
-            is not finite or not below 0, or an option lacks the one that it belongs to.
+            is not finite or not below 0, or an option comes without the option that it needs.
         TypeError: If an argument has the wrong type or dtype.
     """
     return _run(
@@ -112,11 +112,11 @@ def fused_recurrent_gdn2(
 ) -> tuple[Tensor, Tensor | Any]:
     """[chunk_gdn2][flacompose.ops.chunk_gdn2], token by token: the form for decoding.
 
-    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    It is the same function of the same arguments, derivatives included, for one or a few tokens at a time.
 
     Args:
-        output_states: How many states to return in place of the final one, as
-            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, HV, K, V]``.
+        output_states: Number ``n`` of states to return instead of the final one, as in
+            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla]: ``[N, n, HV, K, V]``.
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)

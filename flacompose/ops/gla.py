@@ -41,7 +41,7 @@ def chunk_gla(
             of ``T`` tokens.
 
     Returns:
-        ``(o, final_state)``: `o` is ``[B, T, H, V]`` in the dtype of `v`, or under autocast in its dtype; `final_state`
+        ``(o, final_state)``: `o` is ``[B, T, H, V]`` in the dtype of `v`, or of autocast where it is on; `final_state`
             is ``[N, H, K, V]`` in float32 (float64 for float64 inputs), a new tensor, or None unless
             `output_final_state`.
 
@@ -82,10 +82,10 @@ def fused_recurrent_gla(
         gk: Decay of the key axis, ``[B, T, H, K]``, per token, as natural logarithms from 0 to -inf; any float dtype.
             Default: no decay.
         gv: Decay of the value axis, ``[B, T, H, V]``, likewise. Default: no decay.
-        output_states: Number ``n`` of states to return in place of the final one, those after each of the last ``n``
-            tokens of every row: from 1 to 16, and at most ``T``. The second result is then ``[N, n, H, K, V]``.
-            The last of them is the final state. It needs no `output_final_state`, and takes no `cu_seqlens`.
-            Default: the final state alone, if asked for.
+        output_states: Number ``n`` of states to return instead of the final one: the states after each of the last
+            ``n`` tokens of every row, from 1 to 16, and at most ``T``. The second result is then ``[N, n, H, K, V]``,
+            the final state last. `output_final_state` is not needed, `cu_seqlens` is not allowed. Default: the final
+            state alone, if `output_final_state`.
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
     scale = require.scale(scale, q)

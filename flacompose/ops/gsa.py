@@ -1,4 +1,4 @@
-"""Gated slot attention (GSA), https://arxiv.org/abs/2409.07146, and without gates that of ABC, 2110.02488."""
+"""Gated slot attention (GSA), https://arxiv.org/abs/2409.07146; without gates, ABC, 2110.02488."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from flacompose.ops._recurrences.fused.slot_attention import op as slot_attentio
 from flacompose.ops._recurrences.matrix import op
 from flacompose.ops._tensors.dtensor import flatten, unflatten
 from flacompose.ops._tensors.dtype import autocast_dtype, state_dtype
-from flacompose.ops._tensors.grouped_queries import by_head, in_turn, spread
-from flacompose.ops._tensors.packed import stretched
+from flacompose.ops._tensors.grouped_queries import by_head, interleave_zeros, queries_as_tokens
+from flacompose.ops._tensors.packed import with_steps_per_token
 from flacompose.ops._tensors.sizes import always_true
 
 
@@ -49,12 +49,12 @@ def chunk_gsa(
     $$z_t = \operatorname{logaddexp}(z_{t-1}, s_t) \qquad g_t = z_{t-1} - z_t \qquad s_t \leftarrow e^{s_t - z_t}$$
 
     Args:
-        q: Queries, ``[B, T, HQ, K]``, in float32, bfloat16, float16 or float64; ``HQ`` is ``H`` or a multiple of it,
-            and head ``h`` of them goes with head ``h // (HQ / H)`` of the others.
+        q: Queries, ``[B, T, HQ, K]``, in float32, bfloat16, float16 or float64. ``HQ`` is a multiple of ``H``, and
+            query head ``h`` uses head ``h // (HQ / H)`` of keys and values.
         k: Keys, ``[B, T, H, K]``, in the dtype of `q`.
         v: Values, ``[B, T, H, V]``, in the dtype of `q`.
-        s: Weight with which a token is written to each of ``M`` slots, ``[B, T, H, M]``, in any float dtype.
-            Without `g` as natural logarithms, finite or -inf.
+        s: Weights of the write to each of ``M`` slots, ``[B, T, H, M]``, in any float dtype. Without `g`, the natural
+            logarithms of the weights, finite or -inf.
         g: Decay of the slots, ``[B, T, H, M]``, per token, as natural logarithms from 0 to -inf; any float dtype.
             Default: computed from `s`.
         scale: Factor of the logits. Default: ``K ** -0.5``.
@@ -67,7 +67,7 @@ def chunk_gsa(
             of ``T`` tokens.
 
     Returns:
-        ``(o, final_state)``: `o` is ``[B, T, HQ, V]`` in the dtype of `v`, or under autocast in its dtype;
+        ``(o, final_state)``: `o` is ``[B, T, HQ, V]`` in the dtype of `v`, or of autocast where it is on;
             `final_state` is ``(Hk, Hv)``, or ``(Hk, Hv, z)`` without `g`, new tensors in float32 (float64 for float64
             inputs), or None unless `output_final_state`.
 
@@ -92,11 +92,11 @@ def fused_recurrent_gsa(
 ) -> tuple[Tensor, tuple[Tensor, ...] | Any]:
     """[chunk_gsa][flacompose.ops.chunk_gsa], token by token: the form for decoding.
 
-    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    It is the same function of the same arguments, derivatives included, for one or a few tokens at a time.
 
     Args:
-        output_states: How many states to return in place of the final one, as
-            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: a tuple of ``[N, n, H, K, M]``,
+        output_states: Number ``n`` of states to return instead of the final one, as in
+            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla]: a tuple of ``[N, n, H, K, M]``,
             ``[N, n, H, M, V]`` and, without `g`, ``[N, n, H, M]``.
             Default: the final state alone.
     """
@@ -118,7 +118,7 @@ def run(
     output_states: int | None = None,
     by_tokens: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-    """Check the arguments, and call channel decay twice or, `by_tokens`, slot attention's op."""
+    """Check the arguments; call channel decay twice or, for a single token `by_tokens`, the op of slot attention."""
     require.flags(output_final_state=output_final_state)
     names = ("Hk", "Hv") if g is not None else ("Hk", "Hv", "z")
     groups = _check_tokens(q, k, v, s, g)
@@ -148,7 +148,7 @@ def run(
             s = s.to(state_dtype(q.dtype))
         if g is None:
             g, s, z = running_logsumexp(s, z, cu_seqlens, output_states)
-        # A symbolic length counts as several tokens, so that a graph gets no guard on it.
+        # A symbolic length is taken for several tokens, so that a graph gets no guard on it.
         if by_tokens and cu_seqlens is None and always_true(T == 1) and fits(k, v):
             o, Hk, Hv = slot_attention.token(
                 *slot_attention.Inputs(unflatten(q, 2, (H, groups)), k, v, s, g, Hk, Hv, scale)
@@ -158,13 +158,13 @@ def run(
                 Hk, Hv = Hk.unsqueeze(1), Hv.unsqueeze(1)
         else:
             if groups > 1:
-                q = in_turn(unflatten(q, 2, (H, groups)))
-                k, v, s, g = (spread(x, groups) for x in (k, v, s, g))
-                cu_seqlens = stretched(verified(cu_seqlens, T, in_graphs=False), groups)
+                q = queries_as_tokens(unflatten(q, 2, (H, groups)))
+                k, v, s, g = (interleave_zeros(x, groups) for x in (k, v, s, g))
+                cu_seqlens = with_steps_per_token(verified(cu_seqlens, T, in_graphs=False), groups)
                 if output_states is not None:
                     form = partial(form, stride=groups)
             read = partial(_read, form, cu_seqlens)
-            # Logits are not rounded: their error would be a relative error of the softmax's weights.
+            # Logits are not rounded, since the softmax makes an absolute error a relative one.
             logits, Hk = by_keys(read, Hk, q, k, s, gv=g, scale=scale, full_precision=True)
             o, Hv = by_values(read, Hv, logits, s, v, gk=g, scale=1.0, softmax=True)
             if groups > 1:
@@ -182,12 +182,12 @@ def _read(
     v: Tensor,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """One pass of channel decay."""
+    """One of the two passes of channel decay."""
     return form(*op.Inputs(q, k, v, cu_seqlens=cu_seqlens, **others))
 
 
 def _check_tokens(q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor | None) -> int:
-    """Check the inputs of tokens, and return how many heads of queries share one of keys."""
+    """Check the inputs of tokens, and return the number of query heads per key head."""
     for name, x, axes in (
         ("q", q, ("HQ", "K")),
         ("k", k, ("H", "K")),

@@ -35,7 +35,7 @@ def chunk_hgrn(
             of ``T`` tokens.
 
     Returns:
-        ``(o, final_state)``: `o` is ``[B, T, D]`` in the dtype of `x`, or under autocast in its dtype; `final_state` is
+        ``(o, final_state)``: `o` is ``[B, T, D]`` in the dtype of `x`, or of autocast where it is on; `final_state` is
             ``[N, D]`` in float32 (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
 
     Raises:
@@ -57,11 +57,11 @@ def fused_recurrent_hgrn(
 ) -> tuple[Tensor, Tensor | Any]:
     """[chunk_hgrn][flacompose.ops.chunk_hgrn], token by token: the form for decoding.
 
-    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    It is the same function of the same arguments, derivatives included, for one or a few tokens at a time.
 
     Args:
-        output_states: How many states to return in place of the final one, as
-            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, D]``.
+        output_states: Number ``n`` of states to return instead of the final one, as in
+            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla]: ``[N, n, D]``.
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, x, output_final_state, cu_seqlens, output_states)

@@ -36,14 +36,14 @@ def chunk_lightning_attn(
 
     - "tnl": $r_h = \frac{8 h}{H} (1 - \frac{l}{L})$, from "Various Lengths, Constant Speed: Efficient Language Modeling
       with Lightning Attention" (<https://arxiv.org/abs/2405.17381>) and its TransNormerLLM;
-    - "minimax": $r_h = 2^{-8 (h + 1) / H} (1 - \frac{l}{L - 1 + 10^{-5}} + 10^{-5})$, as the checkpoints of MiniMax-01
-      (<https://arxiv.org/abs/2501.08313>) have them.
+    - "minimax": $r_h = 2^{-8 (h + 1) / H} (1 - \frac{l}{L - 1 + 10^{-5}} + 10^{-5})$, as in the checkpoints of
+      MiniMax-01 (<https://arxiv.org/abs/2501.08313>).
 
     Args:
         q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
         k: Keys, ``[B, T, H, K]``, in the dtype of `q`.
-        v: Values, ``[B, T, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head ``h`` of them
-            goes with head ``h // (HV / H)`` of queries and keys. The decays are those of the ``HV`` heads.
+        v: Values, ``[B, T, HV, V]``, in the dtype of `q`. ``HV`` is a multiple of ``H``, and value head ``h`` uses
+            head ``h // (HV / H)`` of queries and keys. ``H`` in the rates is then ``HV``.
         layer_idx: The layer ``l``, from 0.
         num_layers: The number of layers ``L``.
         scale: Factor of the output. Default: ``K ** -0.5``.
@@ -55,7 +55,7 @@ def chunk_lightning_attn(
         decay: "tnl" or "minimax".
 
     Returns:
-        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or under autocast in its dtype;
+        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or of autocast where it is on;
             `final_state` is ``[N, HV, K, V]`` in float32 (float64 for float64 inputs), a new tensor, or None unless
             `output_final_state`.
 
@@ -86,11 +86,11 @@ def fused_recurrent_lightning_attn(
 ) -> tuple[Tensor, Tensor | Any]:
     """[chunk_lightning_attn][flacompose.ops.chunk_lightning_attn], token by token: the form for decoding.
 
-    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    It is the same function of the same arguments, derivatives included, for one or a few tokens at a time.
 
     Args:
-        output_states: How many states to return in place of the final one, as
-            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, HV, K, V]``.
+        output_states: Number ``n`` of states to return instead of the final one, as in
+            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla]: ``[N, n, HV, K, V]``.
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
@@ -102,7 +102,7 @@ def fused_recurrent_lightning_attn(
 
 
 def log_decay(HV: int, layer_idx: int, num_layers: int, decay: str, q: Tensor) -> Tensor:
-    """``-r_h``, ``[HV]``, in float32 (float64 for float64 queries `q`)."""
+    """The decays ``-r_h``, ``[HV]``, in float32 (float64 for float64 queries `q`)."""
     check_decay(layer_idx, num_layers, decay)
     dtype = state_dtype(q.dtype)
     if decay == "tnl":

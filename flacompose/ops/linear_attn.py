@@ -41,13 +41,13 @@ def chunk_linear_attn(
 
     From "Transformers are RNNs: Fast Autoregressive Transformers with Linear Attention"
     (<https://arxiv.org/abs/2006.16236>), on queries and keys that have passed a feature map. Normalised outputs are
-    weighted means of values only where ``q`` and ``k`` are positive, as the paper's feature map makes them.
+    weighted means of the values only if ``q`` and ``k`` are positive, as after the feature map of the paper.
 
     Args:
         q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
         k: Keys, ``[B, T, H, K]``, in the dtype of `q`.
-        v: Values, ``[B, T, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head ``h`` of them
-            goes with head ``h // (HV / H)`` of queries and keys.
+        v: Values, ``[B, T, HV, V]``, in the dtype of `q`. ``HV`` is a multiple of ``H``, and value head ``h`` uses
+            head ``h // (HV / H)`` of queries and keys.
         scale: Factor of the output. Default: ``K ** -0.5``.
         initial_state: State before the first token, ``S`` ``[N, HV, K, V]`` in any float dtype; with `normalize` the
             tuple ``(S, z)``, ``z`` being ``[N, H, K]``. Default: zeros.
@@ -58,7 +58,7 @@ def chunk_linear_attn(
             of ``T`` tokens.
 
     Returns:
-        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or under autocast in its dtype;
+        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or of autocast where it is on;
             `final_state` is ``S``, or ``(S, z)`` with `normalize`, new tensors in float32 (float64 for float64 inputs),
             or None unless `output_final_state`.
 
@@ -82,11 +82,11 @@ def fused_recurrent_linear_attn(
 ) -> tuple[Tensor, LinearAttentionState | Any]:
     """[chunk_linear_attn][flacompose.ops.chunk_linear_attn], token by token: the form for decoding.
 
-    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    It is the same function of the same arguments, derivatives included, for one or a few tokens at a time.
 
     Args:
-        output_states: How many states to return in place of the final one, as
-            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, HV, K, V]``, or with
+        output_states: Number ``n`` of states to return instead of the final one, as in
+            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla]: ``[N, n, HV, K, V]``, or with
             `normalize` a tuple of it and ``[N, n, H, K]``.
             Default: the final state alone.
     """
@@ -134,11 +134,11 @@ def _run(
     if dtype is not None and q.dtype != torch.float64:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     dtype = v.dtype
-    # Numerator and denominator may be large, and their gradients cancel, so nothing is rounded before the division.
+    # Nothing is rounded before the division, since numerator and denominator may be large and their gradients cancel.
     q, k, v = upcast(q), upcast(k), upcast(v)
     with nullcontext() if not autocast_on(q.device) else torch.autocast(q.device.type, enabled=False):
         o, S = form(*inputs._replace(q=q, k=k, v=v))
-        # z is the state for values of 1.
+        # z is the state of the recurrence with a single value, 1.
         weight, z = form(*inputs._replace(q=q, k=k, v=q.new_ones(B, T, H, 1), initial_state=z))
     o = (o.unflatten(2, (H, -1)) / (weight + 1e-10).unsqueeze(3)).flatten(2, 3).to(dtype)
     return o, (S, z.squeeze(-1)) if output_final_state else None

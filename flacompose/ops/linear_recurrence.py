@@ -1,4 +1,4 @@
-"""The linear recurrence with a matrix state: all recurrences of this kind, by their arguments."""
+"""The linear recurrence with a matrix state, which the arguments specialise to a published recurrence."""
 
 from __future__ import annotations
 
@@ -37,35 +37,37 @@ def linear_recurrence(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | Any]:
-    r"""The linear recurrence with a matrix state that the arguments describe, by the cheapest kernels that compute it.
+    r"""The linear recurrence with a matrix state. The arguments choose the recurrence, and so the cheapest kernels.
 
     $$S'_t = e^{g_t} \operatorname{diag}(e^{gk_t})\, S_{t-1} \operatorname{diag}(e^{gv_t}) \qquad
     S_t = S'_t + b_t ({S^*_t}^\top a_t)^\top + k_t v_t^\top \qquad o_t = \text{scale} \cdot S_t^\top q_t$$
 
     Without gates nothing decays, and without `a` and `b` nothing is erased. With `beta` the write is the delta rule's,
     ``beta_t k_t (v_t - S*_t^T a_t)^T``, where ``a`` is the key unless it is given. ``S*`` is the state after its decay,
-    ``S'``, or with ``erase="before"`` the state before it, ``S_{t-1}``. With ``read="before"`` the query reads that as
-    well, and the token's own write by the weights `u`: ``o_t = scale (S_{t-1} + diag(u) k_t v_t^T)^T q_t``.
+    ``S'``, or with ``erase="before"`` the state before its decay, ``S_{t-1}``. With ``read="before"`` the query reads
+    ``S_{t-1}`` and, by the weights `u`, the token's own write: ``o_t = scale (S_{t-1} + diag(u) k_t v_t^T)^T q_t``.
 
-    One call is one call of a registered operator, with all derivatives; for one token, as in decoding, that is one
-    kernel. Preparations of its arguments, such as the sum of `g` and `gk`, are plain PyTorch. Its page has a table
-    of the published recurrences as choices of its arguments.
+    One call is one call of a registered operator with all derivatives, and for one token one kernel. Preparations of
+    the arguments, such as the sum of `g` and `gk`, are plain PyTorch. The documentation lists the arguments that give
+    each published recurrence.
 
     Args:
         q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
         k: Keys, ``[B, T, H, K]``, in the dtype of `q`.
-        v: Values, ``[B, T, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head ``h`` of them
-            goes with head ``h // (HV / H)`` of queries and keys.
+        v: Values, ``[B, T, HV, V]``, in the dtype of `q`. ``HV`` is a multiple of ``H``, and value head ``h`` uses
+            head ``h // (HV / H)`` of queries and keys.
         g: Decay of the whole state, ``[B, T, HV]``, per token, as natural logarithms from 0 to -inf; any float dtype.
-            Default: none, as of the next two, which may be given beside it and beside each other.
+            Default: none. `gk` and `gv` may be given too; the decays are multiplied.
         gk: Decay of the key axis, ``[B, T, HV, K]``, likewise.
         gv: Decay of the value axis, ``[B, T, HV, V]``, likewise; without `beta`, `a` and `b`.
-        beta: How much of a value is replaced, ``[B, T, HV]``, mostly from 0 to 1 or to 2; any float dtype.
-        a: What reads that which is erased, ``[B, T, H, K]``, in the dtype of `q`; with `b` or with `beta`.
-        b: What is written back of it, ``[B, T, H, K]``, in the dtype of `q`; with `a`, and without `beta`.
+        beta: Share of the stored value that is replaced, ``[B, T, HV]``, usually from 0 to 1 or to 2; any float dtype.
+        a: Vectors that read the erased value, ``[B, T, H, K]``, in the dtype of `q`; with `b` or with `beta`.
+        b: Vectors that write the erased value back, ``[B, T, H, K]``, in the dtype of `q`; with `a`, and without
+            `beta`.
         erase: Whether the erased value is read "after" the decay or "before" it. Default: "after".
-        u: Weights of the token's own write, ``[H, K]``; any float dtype; with ``read="before"`` alone. Default: 0.
-        read: Whether the query reads the state "after" the token's decay and write, or "before" both; the latter
+        u: Weights of the token's own write in its output, ``[H, K]``; any float dtype; with ``read="before"`` alone.
+            Default: 0.
+        read: Whether the query reads the state "after" the token's decay and write, or "before" both. "before" is
             without `beta`, `a` and `b`. Default: "after".
         scale: Factor of the output. Default: ``K ** -0.5``.
         initial_state: State before the first token, ``[N, HV, K, V]``, in any float dtype. Default: zeros.
@@ -75,14 +77,14 @@ def linear_recurrence(
             of ``T`` tokens.
 
     Returns:
-        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or under autocast in its dtype;
+        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or of autocast where it is on;
             `final_state` is ``[N, HV, K, V]`` in float32 (float64 for float64 inputs), a new tensor, or None unless
             `output_final_state`.
 
     Raises:
         ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, `scale` is not finite, `erase` or
-            `read` is neither "after" nor "before", an argument lacks the one that it belongs to, or two are given which
-            no recurrence has together.
+            `read` is neither "after" nor "before", an argument comes without one that it needs, or no recurrence has
+            all given arguments.
         TypeError: If an argument has the wrong type or dtype.
     """
     scale = require.scale(scale, q)
@@ -99,9 +101,9 @@ def linear_recurrence(
 
 
 def _of_scheme(inputs: op.Inputs) -> op.Inputs:
-    """The `inputs` as the cheapest scheme takes them: decays added, and heads repeated where it has no shared ones."""
+    """The `inputs` of the cheapest scheme. Decays are added; heads are repeated if the scheme cannot share them."""
     g, gk, gv, q, u, K = inputs.g, inputs.gk, inputs.gv, inputs.q, inputs.u, inputs.q.shape[-1]
-    # The delta rule's kernels have no read before gates of channels.
+    # The delta rule with gates of channels cannot read before the decay; low rank can.
     if inputs.delta_rule:
         return _as_low_rank(inputs) if inputs.read_before and gk is not None else inputs
     if inputs.b is None and gk is None and gv is None and u is None:
@@ -118,10 +120,7 @@ def _of_scheme(inputs: op.Inputs) -> op.Inputs:
 
 
 def _as_low_rank(rule: op.Inputs) -> op.Inputs:
-    """The low-rank inputs of a delta rule with gates of channels that reads before the decay.
-
-    They have as many heads of queries, keys and ``a`` as of values.
-    """
+    """The low-rank inputs of a delta rule with gates of channels that reads before the decay, with ``HV`` heads."""
     q, k, v, beta = rule.q, rule.k, rule.v, rule.beta
     assert beta is not None
     a = k if rule.a is None else rule.a
@@ -129,7 +128,7 @@ def _as_low_rank(rule: op.Inputs) -> op.Inputs:
     if dtype is not None and q.dtype != torch.float64:
         q, k, v, a = (x.to(dtype) for x in (q, k, v, a))
     q, k, a = (_for_each_value(x, v.shape[2] // x.shape[2]) for x in (q, k, a))
-    # Tokens in no sequence would add to the gradient of `beta`, and need not be finite.
+    # Tokens in no sequence may be NaN, and would add to the gradient of `beta`.
     k, beta = without_tail(rule.cu_seqlens, k, beta)
     written = (upcast(k, beta) * beta.unsqueeze(-1)).to(k.dtype)
     return rule._replace(
@@ -146,7 +145,7 @@ def _check_combination(
     u: Tensor | None,
     read: Any,
 ) -> None:
-    """Check that no argument lacks its companion, and that one recurrence has all that are given."""
+    """Check that one recurrence has all given arguments, and that none of the arguments it needs is missing."""
     if not require.is_one_of(read, "after", "before"):
         raise ValueError(f'read must be "after" or "before", got {require.shown(read)}')
     if a is None and b is not None:
@@ -175,7 +174,7 @@ def _check_combination(
 
 
 def _with(g: Tensor | None, of_channels: Tensor | None, size: int | None = None) -> Tensor | None:
-    """The sum of the decays of heads and of channels, for `size` channels."""
+    """The sum of the decays of heads and of channels, for `size` channels. Either may be None."""
     if g is None:
         return of_channels
     if of_channels is None:
@@ -186,5 +185,5 @@ def _with(g: Tensor | None, of_channels: Tensor | None, size: int | None = None)
 
 
 def _for_each_value(x: Tensor, groups: int, axis: int = 2) -> Tensor:
-    """Heads of queries or keys, repeated for each head of values that shares them."""
+    """Heads of queries or keys, repeated for each value head that shares them."""
     return x.repeat_interleave(groups, axis) if groups > 1 else x

@@ -44,9 +44,9 @@ def mamba3_siso_combined(
     $$out_t = (S_t q_t + D\, v_t) \odot \operatorname{silu}(Z_t)$$
 
     From "Mamba-3: Improved Sequence Modeling using State Space Principles" (<https://arxiv.org/abs/2603.15569>). The
-    trapezoidal rule writes a part of each token at the next. ``R`` rotates neighbouring numbers, ``2 i`` and
-    ``2 i + 1``, by the ``i``-th angle, and not the others. A single token takes the form for decoding. Time steps,
-    gates and angles have the axes of all tokens here, ``[B, T, H]``; mamba-ssm has ``[B, H, T]``.
+    trapezoidal rule writes a part of each token at the next token. ``R`` rotates the neighbouring numbers ``2 i`` and
+    ``2 i + 1`` by the ``i``-th of ``A`` angles; further numbers are not rotated. A single token takes the recurrent
+    form. Time steps, gates and angles are ``[B, T, H]``; in mamba-ssm they are ``[B, H, T]``.
 
     Args:
         Q: Queries, ``[B, T, G, S]``, in the dtype of `V`; ``S`` is even, ``G`` divides ``H``, and head ``h`` has group
@@ -55,22 +55,23 @@ def mamba3_siso_combined(
         V: Values, ``[B, T, H, P]``, in float32, bfloat16, float16 or float64.
         ADT: Log decays, ``[B, T, H]``, from 0 to -inf, in any float dtype, like all the following.
         DT: Time steps, ``[B, T, H]``, at least 0.
-        Trap: Logits of the share of a token that is written at once, ``[B, T, H]``.
+        Trap: Logits of the share of a token that is written at the token itself, ``[B, T, H]``.
         Q_bias: Added to the queries of each head, ``[H, S]``.
         K_bias: Added to the keys of each head, ``[H, S]``.
         Angles: Rotation speed of each pair, ``[B, T, H, A]``, or ``[B, T, 1, A]`` for all heads; ``A`` is from 1 to
             ``S / 2``.
-        D: What joins values and output directly, ``[H]``. Default: nothing.
+        D: Weight of the skip connection from values to output, ``[H]``. Default: nothing.
         Z: Gate of the output, ``[B, T, H, P]``, through silu. Default: none.
-        Input_States: The four states before the first token, as they are returned, in any float dtype. Default: zeros.
-        chunk_size: Taken because mamba-ssm has it, and not used: it changes no result.
+        Input_States: The four states before the first token, ``(angle, state, k, v)``, in any float dtype. Default:
+            zeros.
+        chunk_size: Accepted for compatibility with mamba-ssm, and not used: it changes no result.
         return_final_states: Whether to return the states after the last token too.
         cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
             then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
             of ``T`` tokens.
 
     Returns:
-        ``out``, ``[B, T, H, P]`` in the dtype of `V`, or under autocast in its dtype; or ``(out, angle, state, k, v)``,
+        ``out``, ``[B, T, H, P]`` in the dtype of `V`, or of autocast where it is on; or ``(out, angle, state, k, v)``,
             where all but `out` are new tensors: the angles from -pi to pi, ``[N, H, A]``, and the states,
             ``[N, H, P, S]``, in float32 (float64 for float64 inputs); the last keys, biased and rotated, ``[N, H, S]``,
             and the last values, ``[N, H, P]``, in the dtype of `out`.
@@ -121,7 +122,7 @@ def mamba3_mimo_combined(
     outproj_norm_eps: float = 1e-5,
     Input_States: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor | Any:
-    r"""Mamba-3's scan of a sequence with ``R`` keys and ``R`` queries of one state per token.
+    r"""Mamba-3's scan of a sequence with ``R`` keys and ``R`` queries per token and state.
 
     It is [mamba3_siso_combined][flacompose.ops.mamba3_siso_combined] with a sum over keys in each write,
 
@@ -129,28 +130,29 @@ def mamba3_mimo_combined(
     y_{t,r} = S_t q_{t,r} + D\, (v_t \odot MIMO\_V_r)$$
     $$out_t = \sum_r MIMO\_Out_r \odot y_{t,r} \odot \operatorname{silu}(MIMO\_Z_r \odot Z_t)$$
 
-    and pairs that are half a key apart: numbers ``i`` and ``i + S / 2`` are rotated together.
+    and other pairs: the numbers ``i`` and ``i + S / 2`` of a key are rotated together.
 
     Args:
         Q: Queries, ``[B, T, R, G, S]``, in the dtype of `V`.
         K: Keys, ``[B, T, R, G, S]``, in the dtype of `V`.
         V: Values, ``[B, T, H, P]``, in float32, bfloat16, float16 or float64.
-        ADT: As all arguments that are not listed here, those of
+        ADT: This and all arguments that are not listed here are as in
             [mamba3_siso_combined][flacompose.ops.mamba3_siso_combined].
         Q_bias: Added to the queries of each head, ``[H, R, S]``.
         K_bias: Added to the keys of each head, ``[H, R, S]``.
         MIMO_V: Factors of the values of each key, ``[H, R, P]``.
-        MIMO_Z: Factors of the gates of each query, ``[H, R, P]``. Given if `Z` is, otherwise not used.
+        MIMO_Z: Factors of the gates of each query, ``[H, R, P]``. Required with `Z`, otherwise not used.
         MIMO_Out: Weights of the sum of outputs, ``[H, R, P]``, or None for no sum.
-        chunk_size: Taken because mamba-ssm has it, and not used: it changes no result.
+        chunk_size: Accepted for compatibility with mamba-ssm, and not used: it changes no result.
         rotary_dim_divisor: ``S // A``, where ``A`` is the number of `Angles`.
-        dtype: Taken because mamba-ssm has it, and not used: products have the dtype of `V`.
+        dtype: Accepted for compatibility with mamba-ssm, and not used: products have the dtype of `V`.
         return_state: Whether to return the states after the last token too.
-        fuse_pregate_headwise_rms_norm: Whether each $y_{t,r}$ of a head is divided by its root mean square before it is
-            gated.
+        fuse_pregate_headwise_rms_norm: Whether each $y_{t,r}$ of a head is divided by its root mean square before the
+            gate.
         outproj_norm_weight: Weight of this norm, ``H * P`` numbers in any shape. Default: ones.
-        outproj_norm_eps: Added to its mean square.
-        Input_States: The four states before the first token, as they are returned, in any float dtype. Default: zeros.
+        outproj_norm_eps: Added to the mean square in this norm.
+        Input_States: The four states before the first token, ``(angle, state, k, v)``, in any float dtype. Default:
+            zeros.
 
     Returns:
         ``out``, ``[B, T, H, P]``, or without `MIMO_Out` ``[B, T, R, H, P]``, in the dtype of `V`, or under autocast in
@@ -205,7 +207,7 @@ def normed(y: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def mixed(y: Tensor, z: Tensor | None, mimo_z: Tensor | None, mimo_out: Tensor | None) -> Tensor:
-    """The reads of ``R`` queries, ``y [B, T, R, H, P]``, gated by ``z [B, T, H, P]``, and perhaps summed."""
+    """The outputs of ``R`` queries, ``y [B, T, R, H, P]``, gated by ``z [B, T, H, P]`` and, with `mimo_out`, summed."""
     if z is not None and mimo_z is not None:
         y = y * F.silu(upcast(z, y).unsqueeze(2) * mimo_z.transpose(0, 1))
     return y if mimo_out is None else (y * mimo_out.transpose(0, 1)).sum(2)
@@ -215,7 +217,7 @@ def _check_all(
     Q: Any, K: Any, V: Any, ADT: Any, DT: Any, Trap: Any, Q_bias: Any, K_bias: Any, Angles: Any, D: Any, Z: Any,
     given: Any, chunk_size: Any, cu_seqlens: Any, rank: int | None,
 ) -> States:  # fmt: skip
-    """Check the arguments of both functions, with ``R`` keys by `rank`; return the initial states."""
+    """Check the arguments of both functions, with `rank` keys per token, or None for one; return the initial states."""
     require.axes("V", V, ("B", "T", "H", "P"))
     B, T, H, P = V.shape
     R = () if rank is None else (rank,)
@@ -229,7 +231,7 @@ def _check_all(
     require.head_size("V", V)
     require.head_size("Q", Q, size_of="state")
     if S % 2 != 0:
-        raise ValueError(f"Q must have an even state size, whose numbers turn in pairs, got {S}")
+        raise ValueError(f"Q must have an even state size, since its numbers are rotated in pairs, got {S}")
     N = require.sequences(V, cu_seqlens, q_name="V")
     for name, x in (("ADT", ADT), ("DT", DT), ("Trap", Trap)):
         require.like(V, name, x, (B, T, H), q_name="V")
@@ -268,12 +270,12 @@ def _check_all(
 
 
 def _in_sequences(inputs: Scanned, cu_seqlens: Tensor | None) -> Scanned:
-    """`inputs` with zeros for tokens in no sequence, which have no effect."""
+    """`inputs` with zeros for tokens in no sequence, so that these change no gradient."""
     names = ("Q", "K", "V", "ADT", "DT", "Trap", "Angles")
     tokens = without_tail(cu_seqlens, *(getattr(inputs, name) for name in names))
     return inputs._replace(**dict(zip(names, tokens, strict=True)))
 
 
 def _results(y: Tensor, new: States, states: bool) -> Tensor | Final:
-    """The output, and with `states` the new states."""
+    """The output, or with `states` the output and the new states."""
     return (y, *new) if states else y

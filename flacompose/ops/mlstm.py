@@ -1,4 +1,4 @@
-"""mLSTM, the recurrence of xLSTM with a matrix as its memory, https://arxiv.org/abs/2405.04517."""
+"""mLSTM, the recurrence of xLSTM with a matrix memory, https://arxiv.org/abs/2405.04517."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def chunk_mlstm(
     {\max(|\text{scale} \cdot n_t^\top q_t|,\ e^{-m_t}) + \text{eps}}$$
 
     From "xLSTM: Extended Long Short-Term Memory" (<https://arxiv.org/abs/2405.04517>), with the `eps` of xLSTM-7B
-    (<https://arxiv.org/abs/2503.13427>). The exponential input gate may be of any size: `m` keeps all exponentials at
-    most 1, and scales `C` and `n` by ``exp(-m)`` without a change of the output.
+    (<https://arxiv.org/abs/2503.13427>). Input gates of any size are exact: `m` scales
+    `C` and `n` by ``exp(-m)``, which keeps all exponentials at most 1 and does not change the output.
 
-    `m` is a constant in derivatives. So all gradients through `o` are exact except for `eps`, also through the
-    ``(C, n, m)`` with which a later call begins. A loss on `C` or `n` has the gradient of the numbers at a given
-    scale. An initial `m` gets no gradient, except from the copy of it that a sequence without tokens returns.
+    No gradient flows through `m`. Gradients through `o` are exact nevertheless, except for `eps`, also across calls. A
+    loss on `C` or `n` has their gradient at a fixed scale ``exp(-m)``. An initial `m` gets no gradient, except from
+    its copy that a sequence without tokens returns.
 
     Args:
         q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
         k: Keys, ``[B, T, H, K]``, in the dtype of `q`.
-        v: Values, ``[B, T, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head ``h`` of them
-            goes with head ``h // (HV / H)`` of queries and keys.
+        v: Values, ``[B, T, HV, V]``, in the dtype of `q`. ``HV`` is a multiple of ``H``, and value head ``h`` uses
+            head ``h // (HV / H)`` of queries and keys.
         i: Input gate before its exponential, ``[B, T, HV]``, any number or -inf; any float dtype.
         f: Forget gate before its sigmoid, ``[B, T, HV]``, any number or -inf, which resets the state; any float dtype.
         scale: Factor of the queries. Default: ``K ** -0.5``.
@@ -71,7 +71,7 @@ def chunk_mlstm(
         eps: Added to the denominator. Default: 1e-6.
 
     Returns:
-        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or under autocast in its dtype;
+        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or of autocast where it is on;
             `final_state` is ``(C, n, m)``, new tensors in float32 (float64 for float64 inputs), or None unless
             `output_final_state`. `m` is at least -1e4, since below it all exponentials are 0.
 
@@ -99,11 +99,11 @@ def fused_recurrent_mlstm(
 ) -> tuple[Tensor, MLSTMState | Any]:
     """[chunk_mlstm][flacompose.ops.chunk_mlstm], token by token: the form for decoding.
 
-    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    It is the same function of the same arguments, derivatives included, for one or a few tokens at a time.
 
     Args:
-        output_states: How many states to return in place of the final one, as
-            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: a tuple of ``[N, n, HV, K, V]``,
+        output_states: Number ``n`` of states to return instead of the final one, as in
+            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla]: a tuple of ``[N, n, HV, K, V]``,
             ``[N, n, HV, K]`` and ``[N, n, HV]``.
             Default: the final state alone.
     """
@@ -128,7 +128,7 @@ def _run(
     output_states: int | None = None,
 ) -> tuple[Tensor, MLSTMState | None]:
     scale = require.scale(scale, q)
-    # Not a default in the signature, which Dynamo would take for an input of the graph, and compile twice.
+    # Not a default in the signature: Dynamo would take that for an input of the graph, and compile twice.
     eps = 1e-6 if eps is None else eps
     require.not_negative("eps", eps)
     C = n = m = None
@@ -153,18 +153,17 @@ def _run(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     with nullcontext() if dtype is None else torch.autocast(q.device.type, enabled=False):
         i, f = without_tail(cu_seqlens, i.to(state_dtype(q.dtype)), f.to(state_dtype(q.dtype)))
-        # A symbolic length counts as several tokens, so that a graph gets no guard on it.
+        # A symbolic length is taken for several tokens, so that a graph gets no guard on it.
         if form is not op.chunk and cu_seqlens is None and always_true(q.shape[1] == 1):
             o, *state = token.token(*token.Inputs(q, k, v, i, f, C, n, m, scale, eps))
             if output_states is not None:
                 state = [x.unsqueeze(1) for x in state]
             return o, tuple(state) if output_final_state else None
-        # Far below 0 exponentials of logarithms are 0, and their differences would be mere rounding errors.
-        # The bound is no constant of the module, since Dynamo would take that for an input, and compile
-        # twice.
+        # Logarithms are clamped where their exponentials are 0, since the differences of lower ones would be rounding
+        # errors. The bound is a literal: Dynamo would take a constant of the module for an input, and compile twice.
         g, m_t, m = stabilizer.forward(i.detach().clamp(min=-1e4), log_sigmoid(f), m, cu_seqlens)
         written, least, out_dtype = (i - m_t).exp(), (-m_t).exp(), v.dtype
-        if out_dtype == torch.float16:  # the numerator may be too large for it
+        if out_dtype == torch.float16:  # the numerator may exceed its range
             q, k, v = upcast(q), upcast(k), upcast(v)
         numerator, C = form(
             *op.Inputs(q, k, v, g, beta=written, initial_state=C, cu_seqlens=cu_seqlens, scale=scale)

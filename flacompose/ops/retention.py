@@ -29,13 +29,13 @@ def chunk_retention(
     $$S_t = (1 - 2^{-5-h})\, S_{t-1} + k_t v_t^\top \qquad o_t = \text{scale} \cdot S_t^\top q_t$$
 
     for head $h = 0, 1, \dots$ From "Retentive Network: A Successor to Transformer for Large Language Models"
-    (<https://arxiv.org/abs/2307.08621>), whose rotary positions, norm and gate are the layer's.
+    (<https://arxiv.org/abs/2307.08621>). Its rotary embedding, norm and gate are parts of the layer.
 
     Args:
         q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
         k: Keys, ``[B, T, H, K]``, in the dtype of `q`.
-        v: Values, ``[B, T, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head ``h`` of them
-            goes with head ``h // (HV / H)`` of queries and keys. The decays are those of the ``HV`` heads.
+        v: Values, ``[B, T, HV, V]``, in the dtype of `q`. ``HV`` is a multiple of ``H``, and value head ``h`` uses
+            head ``h // (HV / H)`` of queries and keys. ``h`` in the decay counts value heads.
         scale: Factor of the output. Default: ``K ** -0.5``.
         initial_state: State before the first token, ``[N, HV, K, V]``, in any float dtype. Default: zeros.
         output_final_state: Whether to return the state after the last token.
@@ -44,7 +44,7 @@ def chunk_retention(
             of ``T`` tokens.
 
     Returns:
-        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or under autocast in its dtype;
+        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or of autocast where it is on;
             `final_state` is ``[N, HV, K, V]`` in float32 (float64 for float64 inputs), a new tensor, or None unless
             `output_final_state`.
 
@@ -71,11 +71,11 @@ def fused_recurrent_retention(
 ) -> tuple[Tensor, Tensor | Any]:
     """[chunk_retention][flacompose.ops.chunk_retention], token by token: the form for decoding.
 
-    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    It is the same function of the same arguments, derivatives included, for one or a few tokens at a time.
 
     Args:
-        output_states: How many states to return in place of the final one, as
-            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, HV, K, V]``.
+        output_states: Number ``n`` of states to return instead of the final one, as in
+            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla]: ``[N, n, HV, K, V]``.
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
@@ -87,7 +87,7 @@ def fused_recurrent_retention(
 
 
 def log_decay(HV: int, q: Tensor) -> Tensor:
-    """``log(1 - 2 ** (-5 - h))``, ``[HV]``, in float32 (float64 for float64 queries `q`)."""
+    """The decays ``log(1 - 2 ** (-5 - h))``, ``[HV]``, in float32 (float64 for float64 queries `q`)."""
     dtype = state_dtype(q.dtype)
     power = torch.logspace(-5, -4 - HV, HV, base=2.0, dtype=dtype, device=q.device)
     # log1p keeps the digits that `1 - power` would round off.

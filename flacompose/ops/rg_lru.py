@@ -31,16 +31,16 @@ def chunk_rg_lru(
 
     where $\sigma$ is the sigmoid. From "Griffin: Mixing Gated Linear Recurrences with Local Attention for Efficient
     Language Models" (<https://arxiv.org/abs/2402.19427>), equations 1 to 4. Where ``reset`` is True, $a_t$ is 0 and the
-    square root is 1, as in the code of Griffin and of RecurrentGemma at tokens of position 0. A sequence does not begin
-    with a reset unless `reset` says so: it goes on from its initial state, also from zeros.
+    square root is 1, as in the code of Griffin and of RecurrentGemma at tokens of position 0. The first
+    token of a sequence is no reset unless `reset` says so.
 
     Args:
         x: Inputs, ``[B, T, D]``, in float32, bfloat16, float16 or float64.
         r: Recurrence gates before their sigmoid, ``[B, T, D]``, in any float dtype.
         i: Input gates before their sigmoid, ``[B, T, D]``, in any float dtype.
         a_param: Rates of decay before softplus, ``[D]``, finite, in any float dtype.
-        reset: Where the state is multiplied by 0 and the input enters at full strength, ``[B, T]``, bool. A state that
-            is not finite stays so. Default: nowhere.
+        reset: Tokens that multiply the state by 0 and write their input with weight 1, ``[B, T]``, bool. A state that
+            is infinite or NaN stays so. Default: none.
         initial_state: State before the first token, ``[N, D]``, in any float dtype. Default: zeros.
         output_final_state: Whether to return the state after the last token.
         cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
@@ -48,7 +48,7 @@ def chunk_rg_lru(
             of ``T`` tokens.
 
     Returns:
-        ``(o, final_state)``: `o` is ``[B, T, D]`` in the dtype of `x`, or under autocast in its dtype; `final_state` is
+        ``(o, final_state)``: `o` is ``[B, T, D]`` in the dtype of `x`, or of autocast where it is on; `final_state` is
             ``[N, D]`` in float32 (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
 
     Raises:
@@ -72,11 +72,11 @@ def fused_recurrent_rg_lru(
 ) -> tuple[Tensor, Tensor | Any]:
     """[chunk_rg_lru][flacompose.ops.chunk_rg_lru], token by token: the form for decoding.
 
-    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    It is the same function of the same arguments, derivatives included, for one or a few tokens at a time.
 
     Args:
-        output_states: How many states to return in place of the final one, as
-            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, D]``.
+        output_states: Number ``n`` of states to return instead of the final one, as in
+            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla]: ``[N, n, D]``.
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, x, output_final_state, cu_seqlens, output_states)
@@ -92,7 +92,7 @@ def _inputs(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> op.Inputs:
-    """The arguments of the op, checked."""
+    """The checked arguments of the op."""
     inputs = op.Inputs(x, r, i, a_param, initial_state, None, cu_seqlens)
     check(op, inputs, logits=("r", "i", "a_param"))
     if reset is None:

@@ -31,27 +31,26 @@ def chunk_rwkv4(
     a_t = e^w \odot a_{t-1} + e^{k_t} \odot v_t \qquad b_t = e^w \odot b_{t-1} + e^{k_t}$$
 
     From "RWKV: Reinventing RNNs for the Transformer Era" (<https://arxiv.org/abs/2305.13048>), equations 16 to 18. The
-    state is kept as $a_t e^{-m_t}$, $b_t e^{-m_t}$ and $m_t = \max(w + m_{t-1}, k_t)$, so that keys of any size are
-    exact.
+    state holds $a_t e^{-m_t}$, $b_t e^{-m_t}$ and $m_t = \max(w + m_{t-1}, k_t)$, so that keys of any size are exact.
 
     Args:
         w: Decay of each channel, ``[D]``, as natural logarithms from 0 to -inf; any float dtype. In RWKV-4 it is
             ``-exp(time_decay)``.
-        u: Bonus of the present token, ``[D]``, in any float dtype.
-        k: Keys, the logarithms of weights, ``[B, T, D]``, finite, in any float dtype. Those below -1e38 count as -1e38.
+        u: Bonus of the current token, ``[D]``, in any float dtype.
+        k: Keys, the logarithms of weights, ``[B, T, D]``, finite, in any float dtype. Keys below -1e38 count as -1e38.
         v: Values, ``[B, T, D]``, in float32, bfloat16, float16 or float64.
         initial_state: State before the first token, the tuple ``(a, b, m)``, ``[N, D]`` each, in any float dtype.
-            Default: zeros, and ``m`` of -1e38. Where ``b`` is 0, nothing has been written, and ``m`` does not count.
+            Default: zeros, and ``m`` of -1e38. Where ``b`` is 0, nothing has been written, and ``m`` is ignored.
         output_final_state: Whether to return the state after the last token.
         cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
             then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
             of ``T`` tokens.
 
     Returns:
-        ``(o, final_state)``: `o` is ``[B, T, D]`` in the dtype of `v`, or under autocast in its dtype; `final_state` is
+        ``(o, final_state)``: `o` is ``[B, T, D]`` in the dtype of `v`, or of autocast where it is on; `final_state` is
             ``(a, b, m)``, new tensors in float32 (float64 for float64 inputs), or None unless `output_final_state`.
-            ``m`` scales the other two, and gets no gradient, except from the copy of it that a sequence without
-            tokens returns.
+            ``m`` scales ``a`` and ``b``. It gets no gradient, except from its copy that a sequence without tokens
+            returns.
 
     Raises:
         ValueError: If a shape or a device is wrong.
@@ -72,11 +71,11 @@ def fused_recurrent_rwkv4(
 ) -> tuple[Tensor, State | Any]:
     """[chunk_rwkv4][flacompose.ops.chunk_rwkv4], token by token: the form for decoding.
 
-    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    It is the same function of the same arguments, derivatives included, for one or a few tokens at a time.
 
     Args:
-        output_states: How many states to return in place of the final one, as
-            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: a tuple of three ``[N, n, D]``.
+        output_states: Number ``n`` of states to return instead of the final one, as in
+            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla]: a tuple of three ``[N, n, D]``.
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, v, output_final_state, cu_seqlens, output_states)

@@ -29,8 +29,8 @@ def chunk_rwkv6(
     S_t = \operatorname{diag}(e^{w_t})\, S_{t-1} + k_t v_t^\top$$
 
     From "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence"
-    (<https://arxiv.org/abs/2404.05892>). The state is read before the token decays it and is written to it; the bonus
-    ``u`` weights the token's own contribution.
+    (<https://arxiv.org/abs/2404.05892>). The query reads the state before the token's decay and write. The bonus ``u``
+    weights the token's own contribution.
 
     Args:
         r: Receptances, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
@@ -46,7 +46,7 @@ def chunk_rwkv6(
             of ``T`` tokens.
 
     Returns:
-        ``(o, final_state)``: `o` is ``[B, T, H, V]`` in the dtype of `v`, or under autocast in its dtype; `final_state`
+        ``(o, final_state)``: `o` is ``[B, T, H, V]`` in the dtype of `v`, or of autocast where it is on; `final_state`
             is ``[N, H, K, V]`` in float32 (float64 for float64 inputs), a new tensor, or None unless
             `output_final_state`.
 
@@ -81,11 +81,11 @@ def fused_recurrent_rwkv6(
 ) -> tuple[Tensor, Tensor | Any]:
     """[chunk_rwkv6][flacompose.ops.chunk_rwkv6], token by token: the form for decoding.
 
-    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    It is the same function of the same arguments, derivatives included, for one or a few tokens at a time.
 
     Args:
-        output_states: How many states to return in place of the final one, as
-            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, H, K, V]``.
+        output_states: Number ``n`` of states to return instead of the final one, as in
+            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla]: ``[N, n, H, K, V]``.
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, r, output_final_state, cu_seqlens, output_states)

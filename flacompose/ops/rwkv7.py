@@ -29,19 +29,19 @@ def chunk_rwkv7(
     $$S_t = \operatorname{diag}(e^{w_t})\, S_{t-1} + b_t (S_{t-1}^\top a_t)^\top + k_t v_t^\top \qquad
     o_t = \text{scale} \cdot S_t^\top r_t$$
 
-    In RWKV7, ``a`` is ``-kappa``, a key of norm 1 under which values are removed, and ``b`` is ``kappa * eta``, where
-    each channel of ``eta``, the in-context learning rate, is between 0 and 1. From "RWKV-7 Goose with Expressive
+    In RWKV7, ``a`` is ``-kappa``, the negative of a removal key of norm 1, and ``b`` is ``kappa * eta`` with the
+    in-context learning rate ``eta``, whose channels are between 0 and 1. From "RWKV-7 Goose with Expressive
     Dynamic State Evolution" (<https://arxiv.org/abs/2503.14456>), equation 17. It is
-    [chunk_dplr_delta_rule][flacompose.ops.chunk_dplr_delta_rule] with its arguments in another
-    order; its documentation says how large states become.
+    [chunk_dplr_delta_rule][flacompose.ops.chunk_dplr_delta_rule], which describes the growth of states, with its
+    arguments in another order.
 
     Args:
         r: Receptances, the queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
         w: Decay of the key axis, ``[B, T, H, K]``, per token, as natural logarithms from 0 to -inf; any float dtype.
         k: Keys, ``[B, T, H, K]``, in the dtype of `r`.
         v: Values, ``[B, T, H, V]``, in the dtype of `r`.
-        a: What reads the state, ``[B, T, H, K]``, in the dtype of `r`.
-        b: What is written back, ``[B, T, H, K]``, in the dtype of `r`.
+        a: Vectors that read the state, ``[B, T, H, K]``, in the dtype of `r`.
+        b: Vectors that write the result of the read back, ``[B, T, H, K]``, in the dtype of `r`.
         scale: Factor of the output. None stands for ``K ** -0.5``. Default: 1.
         initial_state: State before the first token, ``[N, H, K, V]``, in any float dtype. Default: zeros.
         output_final_state: Whether to return the state after the last token.
@@ -50,7 +50,7 @@ def chunk_rwkv7(
             of ``T`` tokens.
 
     Returns:
-        ``(o, final_state)``: `o` is ``[B, T, H, V]`` in the dtype of `v`, or under autocast in its dtype;
+        ``(o, final_state)``: `o` is ``[B, T, H, V]`` in the dtype of `v`, or of autocast where it is on;
             `final_state` is ``[N, H, K, V]`` in float32 (float64 for float64 inputs), a new tensor, or None unless
             `output_final_state`.
 
@@ -89,11 +89,11 @@ def fused_recurrent_rwkv7(
 ) -> tuple[Tensor, Tensor | Any]:
     """[chunk_rwkv7][flacompose.ops.chunk_rwkv7], token by token: the form for decoding.
 
-    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    It is the same function of the same arguments, derivatives included, for one or a few tokens at a time.
 
     Args:
-        output_states: How many states to return in place of the final one, as
-            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, H, K, V]``.
+        output_states: Number ``n`` of states to return instead of the final one, as in
+            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla]: ``[N, n, H, K, V]``.
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, r, output_final_state, cu_seqlens, output_states)

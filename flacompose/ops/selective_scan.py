@@ -38,18 +38,18 @@ def selective_scan_fn(
 
     From "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (<https://arxiv.org/abs/2312.00752>). Each
     channel has a state of ``S`` numbers and a time step of its own. The states of all tokens are
-    never in memory at once.
+    never in memory at the same time.
 
     Args:
         u: Inputs, ``[B, T, D]``, in float32, bfloat16, float16 or float64.
         delta: Time steps, ``[B, T, D]``, at least 0 (after the softplus, if there is one), in any float dtype.
-        A: Rates, ``[D, S]``, at most 0, in any float dtype. One of -inf resets the state at a time step above 1e-36,
-            and does nothing at one of 0; its gradient is 0. Rates below -1e31 (-1e300 in float64) give `delta` no
-            gradient.
-        B: How inputs enter the state, ``[B, T, S]`` or ``[B, T, G, S]``, in the dtype of `u`; ``G`` divides ``D``, and
-            channel ``d`` has group ``d // (D / G)``.
-        C: How the state is read, of the shape and dtype of `B`.
-        D: What joins input and output directly, ``[D]``. Default: nothing.
+        A: Rates, ``[D, S]``, at most 0, in any float dtype. A rate of -inf resets the state at a time step above 1e-36
+            and does nothing at a time step of 0; its gradient is 0. Rates below -1e31 (-1e300 in float64) give `delta`
+            no gradient.
+        B: Weights of the inputs in the state, ``[B, T, S]`` or ``[B, T, G, S]``, in the dtype of `u`; ``G`` divides
+            ``D``, and channel ``d`` has group ``d // (D / G)``.
+        C: Weights of the state in the output, of the shape and dtype of `B`.
+        D: Weight of the skip connection, ``[D]``. Default: nothing.
         z: Gate of the output, ``[B, T, D]``, through silu. Default: none.
         delta_bias: Added to `delta`, ``D`` numbers in any shape. Default: nothing.
         delta_softplus: Whether `delta` passes softplus, after its bias.
@@ -60,8 +60,8 @@ def selective_scan_fn(
             of ``T`` tokens.
 
     Returns:
-        ``y``, ``[B, T, D]`` in the dtype of `u`, or under autocast in its dtype; or ``(y, last_states)``, the latter
-            ``[N, D, S]`` in float32 (float64 for float64 inputs), a new tensor.
+        ``y``, ``[B, T, D]`` in the dtype of `u`, or of autocast where it is on; or ``(y, last_states)``, where
+            `last_states` is ``[N, D, S]`` in float32 (float64 for float64 inputs), a new tensor.
 
     Raises:
         ValueError: If a shape or a device is wrong, or ``S`` is above 512.
@@ -106,8 +106,7 @@ def selective_scan_fn(
     more_than_scan = D is not None or z is not None or delta_bias is not None or delta_softplus
     tokens = None
     if more_than_scan and cu_seqlens is not None:
-        # A token in no sequence may hold any number. With 0 it adds nothing to the gradients of D and
-        # delta_bias.
+        # A token in no sequence may be NaN. Set to 0, it adds nothing to the gradients of D and delta_bias.
         tokens = inside(cu_seqlens, T)[:, None]
         u, delta = u.where(tokens, 0), delta.where(tokens, 0)
         z = None if z is None else z.where(tokens, 0)
@@ -124,7 +123,6 @@ def selective_scan_fn(
         out = upcast(out) * F.silu(upcast(z, u))
     out = out.to(y.dtype)
     if tokens is not None:
-        # Tokens in no sequence are 0 already. But if `D`, or a gradient that arrives there, is not finite,
-        # its product with 0 would be NaN.
+        # Tokens in no sequence are 0, but the product of 0 with an infinite `D` or gradient would be NaN.
         out = out.where(tokens, 0)
     return (out, states) if return_last_state else out

@@ -34,21 +34,21 @@ def chunk_simple_gla(
     Args:
         q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
         k: Keys, ``[B, T, H, K]``, in the dtype of `q`.
-        v: Values, ``[B, T, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head ``h`` of them
-            goes with head ``h // (HV / H)`` of queries and keys.
+        v: Values, ``[B, T, HV, V]``, in the dtype of `q`. ``HV`` is a multiple of ``H``, and value head ``h`` uses
+            head ``h // (HV / H)`` of queries and keys.
         g: Decay per token, ``[B, T, HV]``, as natural logarithms from 0 to -inf; any float dtype. Default: none.
-        g_gamma: Decay of every token, ``[HV]``, likewise; it multiplies that of `g`. Default: none.
+        g_gamma: Decay of every token, ``[HV]``, likewise. With `g` the two decays are multiplied. Default: none.
         scale: Factor of the output. Default: ``K ** -0.5``.
         initial_state: State before the first token, ``[N, HV, K, V]``, in any float dtype. Default: zeros.
         output_final_state: Whether to return the state after the last token.
         cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
             then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
             of ``T`` tokens.
-        beta: How strongly each token is written, ``[B, T, HV]``, in any float dtype, as the time step of Mamba-2 or the
-            input gate of an mLSTM. Default: 1.
+        beta: Weight of each token's write, ``[B, T, HV]``, in any float dtype, such as the time step of Mamba-2 or the
+            input gate of mLSTM. Default: 1.
 
     Returns:
-        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or under autocast in its dtype;
+        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or of autocast where it is on;
             `final_state` is ``[N, HV, K, V]`` in float32 (float64 for float64 inputs), a new tensor, or None unless
             `output_final_state`.
 
@@ -79,11 +79,11 @@ def fused_recurrent_simple_gla(
 ) -> tuple[Tensor, Tensor | Any]:
     """[chunk_simple_gla][flacompose.ops.chunk_simple_gla], token by token: the form for decoding.
 
-    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    It is the same function of the same arguments, derivatives included, for one or a few tokens at a time.
 
     Args:
-        output_states: How many states to return in place of the final one, as
-            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, HV, K, V]``.
+        output_states: Number ``n`` of states to return instead of the final one, as in
+            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla]: ``[N, n, HV, K, V]``.
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)

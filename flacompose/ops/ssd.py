@@ -17,7 +17,7 @@ from flacompose.ops._recurrences.fused.gated_skip.op import gated_skip
 from flacompose.ops._recurrences.fused.ssd.inputs import Inputs
 from flacompose.ops._recurrences.fused.ssd.op import ssd
 from flacompose.ops._tensors.dtype import upcast
-from flacompose.ops._tensors.gates import bounded, log_decay, time_step
+from flacompose.ops._tensors.gates import clamped, log_decay, time_step
 from flacompose.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
 
@@ -50,27 +50,27 @@ def mamba_chunk_scan_combined(
     Args:
         x: Inputs, ``[B, T, H, P]``, in float32, bfloat16, float16 or float64.
         dt: Time steps, ``[B, T, H]``, in any float dtype.
-        A: Rate of each head, ``[H]``, at most 0. One of -inf resets the state at a time step above 1e-36,
-            and does nothing at one of 0; its gradient is 0. Rates below -1e31 (-1e300 in float64) give `dt` no
+        A: Rate of each head, ``[H]``, at most 0. A rate of -inf resets the state at a time step above 1e-36
+            and does nothing at a time step of 0; its gradient is 0. Rates below -1e31 (-1e300 in float64) give `dt` no
             gradient.
-        B: How inputs enter the state, ``[B, T, G, S]``, in the dtype of `x`; ``G`` divides ``H``, and head ``h`` has
-            group ``h // (H / G)``.
-        C: How the state is read, ``[B, T, G, S]``, in the dtype of `x`.
-        chunk_size: Taken because mamba-ssm has it, and not used: it changes no result.
-        D: What joins input and output directly, ``[H]`` or ``[H, P]``. Default: nothing.
+        B: Weights of the inputs in the state, ``[B, T, G, S]``, in the dtype of `x`; ``G`` divides ``H``, and head
+            ``h`` has group ``h // (H / G)``.
+        C: Weights of the state in the output, ``[B, T, G, S]``, in the dtype of `x`.
+        chunk_size: Accepted for compatibility with mamba-ssm, and not used: it changes no result.
+        D: Weight of the skip connection, ``[H]`` or ``[H, P]``. Default: nothing.
         z: Gate of the output, ``[B, T, H, P]``, through silu. Default: none.
         dt_bias: Added to `dt`, ``H`` numbers in any shape. Default: nothing.
         initial_states: States before the first token, ``[N, H, P, S]``, in any float dtype. Default: zeros.
         dt_softplus: Whether `dt` passes softplus, after its bias.
-        dt_limit: Bounds that `dt` is then clamped to, the lower at least 0.
+        dt_limit: Bounds to which `dt` is clamped last. The lower bound is at least 0.
         return_final_states: Whether to return the states after the last token too.
         cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
             then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
             of ``T`` tokens.
 
     Returns:
-        ``y``, ``[B, T, H, P]`` in the dtype of `x`, or ``(y, final_states)``, the latter ``[N, H, P, S]`` in float32
-            (float64 for float64 inputs), a new tensor.
+        ``y``, ``[B, T, H, P]`` in the dtype of `x`, or ``(y, final_states)``, where `final_states` is ``[N, H, P, S]``
+            in float32 (float64 for float64 inputs), a new tensor.
 
     Raises:
         ValueError: If a shape, a device or a bound is wrong, or ``P`` or ``S`` is above 512.
@@ -125,29 +125,30 @@ def selective_state_update(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    r"""One token of Mamba or Mamba-2: the output and the new state; the given state is not changed.
+    r"""One token of Mamba or Mamba-2: the output and a new state. The given state is not changed.
 
     $$\Delta = \operatorname{softplus}(dt + dt\_bias) \qquad h' = e^{\Delta A} \odot h + \Delta\, x B^\top \qquad
     y = (h' C + D \odot x) \odot \operatorname{silu}(z)$$
 
     From "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (<https://arxiv.org/abs/2312.00752>) and
-    "Transformers are SSMs" (<https://arxiv.org/abs/2405.21060>). Mamba-2 has one time step and one rate per head,
-    expanded to these shapes.
+    "Transformers are SSMs" (<https://arxiv.org/abs/2405.21060>). For Mamba-2, expand the time step and rate
+    of each head to these shapes.
 
     Args:
-        state: ``[N, H, P, S]``, in any float dtype. It is computed with in float32 (float64 for float64 states).
+        state: ``[N, H, P, S]``, in any float dtype. It is upcast to float32 (float64 for float64 states).
         x: Input, ``[N, H, P]``, in any float dtype, like all the following.
         dt: Time steps, ``[N, H, P]``.
         A: Rates, ``[H, P, S]``, at most 0, -inf as in
             [mamba_chunk_scan_combined][flacompose.ops.mamba_chunk_scan_combined].
-        B: How the input enters the state, ``[N, G, S]``; ``G`` divides ``H``.
-        C: How the state is read, ``[N, G, S]``.
-        D: What joins input and output directly, ``[H, P]``. Default: nothing.
+        B: Weights of the input in the state, ``[N, G, S]``; ``G`` divides ``H``.
+        C: Weights of the state in the output, ``[N, G, S]``.
+        D: Weight of the skip connection, ``[H, P]``. Default: nothing.
         z: Gate of the output, ``[N, H, P]``, through silu. Default: none.
         dt_bias: Added to `dt`, ``[H, P]``, or as many numbers in another shape. Default: nothing.
         dt_softplus: Whether `dt` passes softplus, after its bias.
 
-    Without heads every ``H`` and ``G`` is absent: ``state [N, P, S]``, ``x [N, P]``, ``A [P, S]``, ``B [N, S]``.
+    Heads are optional. Without them, every ``H`` and ``G`` is absent: ``state [N, P, S]``, ``x [N, P]``, ``A [P, S]``,
+    ``B [N, S]``.
 
     Returns:
         ``(y, new_state)``, of the shapes and dtypes of `x` and `state`, new tensors.
@@ -218,10 +219,9 @@ def chunk_ssd(
     output_final_state: Literal[True] = True,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The layer's scan: time steps are ready, heads have any size, states are ``[N, H, S, P]``.
+    """The scan of the layer: `dt` is the final time step, heads have any size, states are ``[N, H, S, P]``.
 
-    Layers always need the states. If a head does not fit in the operator, `chunk_simple_gla` computes the
-    scan.
+    Heads that are too large for the operator are computed by `chunk_simple_gla`.
     """
     if not fits(x):
         return _composed(chunk_simple_gla, C, B, x, dt, A, D, z, initial_state, cu_seqlens)
@@ -258,7 +258,7 @@ def _composed(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    g, options = bounded(log_decay(dt, A)), {"output_final_state": True, "cu_seqlens": cu_seqlens}
+    g, options = clamped(log_decay(dt, A)), {"output_final_state": True, "cu_seqlens": cu_seqlens}
     y, states = by_values(op, initial_state, C, B, x, g, scale=1.0, beta=dt, **options)
     return gated_skip(y, x, D, None, z, cu_seqlens), states
 

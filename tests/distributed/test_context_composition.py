@@ -288,7 +288,7 @@ def misuse(mesh: DeviceMesh) -> None:
         (lambda: layer(x, attention_mask=x), TypeError, "attention_mask must .*float32"),
         (lambda: layer(x, cu_seqlens=cu.float()), TypeError, wrong_bounds),
         (lambda: layer(x, attention_mask=torch.ones(1, 9, dtype=torch.bool)), ValueError,
-         r"attention_mask must be that of this rank's 5 tokens, \(1, 5\), got \(1, 9\)"),
+         r"attention_mask must cover this rank's 5 tokens, \(1, 5\), got \(1, 9\)"),
         (lambda: model(ids.to("meta")), ValueError, "input_ids must be on the device of the mesh, cpu, got meta"),
         (lambda: model(ids, num_states=1), ValueError, "num_states must not be given across ranks"),
         (lambda: model(ids, cu_seqlens=cu.float()), TypeError, wrong_bounds),

@@ -53,7 +53,7 @@ from flacompose.integrations.transformers import (  # noqa: E402
     join_projections,
     runs_on,
 )
-from flacompose.layers.joint import joined_paths  # noqa: E402
+from flacompose.layers.fused_projections import fusible_paths  # noqa: E402
 
 HERE = [name for name in MODELS if find_spec(f"transformers.models.{name}") is not None]
 SELECTIVE = ["falcon_mamba", "jamba", "mamba", "zamba"]
@@ -1079,11 +1079,11 @@ def test_joined_projections(name: str, model: nn.Module) -> None:
         torch.testing.assert_close(generated(model, ids, mask), tokens)
     for path, layer in model.named_modules():
         if joint := getattr(layer, "joint_sizes", ()):
-            old = [expected[f"{path}.{child}.weight"] for child in joined_paths(layer)]
+            old = [expected[f"{path}.{child}.weight"] for child in fusible_paths(layer)]
             new = found[f"{path}.joint_proj.weight"]
             torch.testing.assert_close(new[: sum(map(len, old))], torch.cat(old), **CLOSE)
             assert sum(joint) % 8 == 0 and not any(
-                f"{path}.{child}.weight" in found for child in layer.joinable
+                f"{path}.{child}.weight" in found for child in layer.fusible
             )
     unjoined = set(names) & set(found)
     torch.testing.assert_close({x: found[x] for x in unjoined}, {x: expected[x] for x in unjoined}, **CLOSE)

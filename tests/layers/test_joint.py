@@ -173,10 +173,10 @@ def test_feed_forward() -> None:
 def test_separate_products_are_untouched(name: str) -> None:
     """A layer that is not joined calls each of its projections with the very tensor that it is given."""
     layer, x, read = build(LAYERS[name]), torch.randn(1, 3, 24), []
-    for path in layer.joinable:
+    for path in layer.fusible:
         layer.get_submodule(path).register_forward_pre_hook(lambda m, args: read.append(args[0]))
     layer(x)
-    assert len(read) == len(layer.joinable)
+    assert len(read) == len(layer.fusible)
     assert all(given is x for given in read)
 
 
@@ -185,7 +185,7 @@ def test_weights() -> None:
     """Rows of each, a bias only where there is one, and zeros that make the number of outputs a multiple of 8."""
     layer = build(EVERY["simple_gla"]).requires_grad_(False).eval()
     before, random = copy.deepcopy(layer), torch.get_rng_state()
-    old = [weakref.ref(p) for name in layer.joinable for p in getattr(layer, name).parameters()]
+    old = [weakref.ref(p) for name in layer.fusible for p in getattr(layer, name).parameters()]
     join_projections(layer)
     assert torch.equal(torch.get_rng_state(), random)
     assert all(ref() is None for ref in old)  # freed
@@ -196,7 +196,7 @@ def test_weights() -> None:
     assert joint.weight.shape == (80, 24)
     assert joint.out_features == 80
     assert layer.joint_sizes == (24, 12, 12, 24, 4, 4)
-    parts = zip(layer.joinable, joint.weight.split(layer.joint_sizes), joint.bias.split(layer.joint_sizes))
+    parts = zip(layer.fusible, joint.weight.split(layer.joint_sizes), joint.bias.split(layer.joint_sizes))
     for name, weight, bias in parts:
         separate = getattr(before, name)
         assert torch.equal(weight, separate.weight)
@@ -225,7 +225,7 @@ def test_gradients(name: str) -> None:
         inputs.append([leaf.grad for leaf in leaves])
     for a, b in zip(*inputs):
         assert_close(b, a, 1e-10)
-    expected = {path: layer.get_submodule(path) for path in layer.joinable}
+    expected = {path: layer.get_submodule(path) for path in layer.fusible}
     rows = one.joint_proj.weight.grad.split(one.joint_sizes)
     for (path, m), grad in zip(expected.items(), rows):
         assert_close(grad, m.weight.grad, 1e-10)
@@ -259,7 +259,7 @@ def test_compiled(name: str, device: torch.device) -> None:
     one(x)[0].square().sum().backward()
     separate(x)[0].square().sum().backward()
     rows = layer.joint_proj.weight.grad.split(layer.joint_sizes)
-    for path, grad in zip(layer.joinable, rows):
+    for path, grad in zip(layer.fusible, rows):
         assert_close(grad, separate.get_submodule(path).weight.grad, 1e-4)
 
 
@@ -474,5 +474,5 @@ def test_wrong_modules() -> None:
         join_projections(nn.Linear(3, 3))
     layer = GatedLinearAttention(hidden_size=24, num_heads=4)
     join_projections(layer)
-    with pytest.raises(TypeError, match="must be called with the parts of the joint product, got a tensor"):
+    with pytest.raises(TypeError, match="must be called with the parts of the fused product, got a tensor"):
         layer.q_proj(torch.randn(1, 3, 24))

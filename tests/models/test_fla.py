@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flacompose.integrations._fla_configs import WITHOUT_EFFECT
-from flacompose.integrations.fla import _COMMON, _FAMILIES, config_from_fla, from_fla, load_fla
+from flacompose.integrations.fla import _COMMON, _MODEL_TYPES, config_from_fla, from_fla, load_fla
 from flacompose.models import RecurrentLM
 
 from .fla_weights import tokens
@@ -49,7 +49,7 @@ def test_logits_after_pads_are_those_of_the_peer(name: str, device: torch.device
 
 
 def test_every_model_has_goldens() -> None:
-    assert {golden["config"]["model_type"] for golden in GOLDENS.values()} == set(_FAMILIES)
+    assert {golden["config"]["model_type"] for golden in GOLDENS.values()} == set(_MODEL_TYPES)
     assert set(GOLDENS) == set(CASES)
     for golden in GOLDENS.values():
         # Far from 0 and from one another, so that a wrong model cannot be near them.
@@ -66,7 +66,7 @@ def test_defaults_are_those_of_the_peer(name: str) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("model_type", _FAMILIES)
+@pytest.mark.parametrize("model_type", _MODEL_TYPES)
 def test_sizes_have_the_defaults_of_the_peer(model_type: str) -> None:
     config = config_from_fla({"model_type": model_type})
     layers = {"gated_deltanet": 21, "comba": 21, "mamba": 48, "mamba2": 48, "mamba3": 48}.get(model_type, 24)
@@ -271,7 +271,7 @@ def test_keys_without_effect() -> None:
     """Those of transformers, and those that the peer's models had, leave a config as it is."""
     transformers = pytest.importorskip("transformers")
     assert set(transformers.PreTrainedConfig().to_dict()) - {"model_type"} <= WITHOUT_EFFECT
-    extras = dict.fromkeys(WITHOUT_EFFECT - {"use_gk", "use_gv"} - set(_FAMILIES["gla"].options.split()))
+    extras = dict.fromkeys(WITHOUT_EFFECT - {"use_gk", "use_gv"} - set(_MODEL_TYPES["gla"].options.split()))
     assert config_from_fla(GLA | extras) == config_from_fla(GLA)
     assert config_from_fla(GLA | {"num_labels": 2}) == config_from_fla(GLA)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from flacompose._torch import is_exporting
 from flacompose.integrations.modeling.arguments import PACKED
 from flacompose.integrations.modeling.forward import Forward, ModuleWith, layer_forward, module_forward
-from flacompose.layers.joint import joined_paths
+from flacompose.layers.fused_projections import fusible_paths
 
 
 @layer_forward
@@ -61,7 +61,7 @@ def joined_projections(layer: Any) -> dict[str, Any]:
             parts.extend(layer.joint_proj(x).split(layer.joint_sizes, -1))
         return parts[i]
 
-    names = joined_paths(layer) if getattr(layer, "joint_sizes", ()) else []
+    names = fusible_paths(layer) if getattr(layer, "joint_sizes", ()) else []
     return {name: partial(part, i) for i, name in enumerate(names)}
 
 

@@ -66,7 +66,7 @@ def xlstm_layer_forward(
 
 
 @module_forward
-def xlstm_whole_forward(forward: Forward, model: Any, _: Any, /, *args: Any, **kwargs: Any) -> Any:
+def xlstm_unchunked_forward(forward: Forward, model: Any, _: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Take a long sequence as a whole: transformers takes it in pieces, without gradients."""
     config = ModuleWith(model.config, max_inference_chunksize=sys.maxsize)
     return forward(ModuleWith(model, config=config), *args, **kwargs)
@@ -80,7 +80,7 @@ def xlstm_model_forward(forward: Forward) -> Forward:
         return forward  # the blocks are those of the package xlstm
     from flacompose.integrations.modeling.caches import BeamCache
 
-    told = xlstm_whole_forward(passing_to("blocks", keys=(*PACKED, "attention_mask"))(forward))
+    told = xlstm_unchunked_forward(passing_to("blocks", keys=(*PACKED, "attention_mask"))(forward))
 
     @making_cache(lambda model, x: BeamCache(model, x.shape[0], dtype_of_states(model, x), x.device))
     @wraps(forward)
@@ -91,7 +91,7 @@ def xlstm_model_forward(forward: Forward) -> Forward:
 
 
 FORWARDS = {
-    "xLSTMForCausalLM": xlstm_whole_forward,
+    "xLSTMForCausalLM": xlstm_unchunked_forward,
     "xLSTMModel": xlstm_model_forward,
     "xLSTMBlock": passing_to("mlstm_layer", keys=(*PACKED, "attention_mask")),
     "xLSTMLayer": xlstm_layer_forward,

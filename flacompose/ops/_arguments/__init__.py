@@ -1,1 +1,1 @@
-"""What public functions do with their arguments before an operator gets them."""
+"""Checks and preparations of the arguments of public functions."""

@@ -1,4 +1,4 @@
-"""The call of an op: its inputs, checked against the signature of the recurrence, and its results."""
+"""Calls of an op: checks its inputs against the signature of the recurrence, and selects its results."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def check(
     values: bool = True,
     shared_heads: bool = True,
 ) -> None:
-    """Check all tensors of the `inputs` of the recurrence `op`, without reading their values, and the flag.
+    """Check `output_final_state` and, without reading values, all tensors of the `inputs` of the recurrence `op`.
 
     The axes of a tensor in the signature determine its shape: the first tensor with an axis sets the size of
-    the axis, ``HV`` is a multiple of ``H``, and ``N`` is the number of sequences. All are floats on the
-    device of the first input, and those that autocast casts have its dtype. Errors use the names of inputs in
-    `names`, or those of the signature. The `required` inputs must be given, even if they are optional in the
-    signature. From the `logits` the public function computes the inputs. Within `flacompose.checked`, their
-    `values` are checked too. Without `shared_heads`, ``HV`` is ``H``.
+    the axis, ``HV`` is a multiple of ``H``, and ``N`` is the number of sequences. All are float
+    tensors on the device of the first input, and inputs that autocast casts have its dtype. Errors name an input as
+    `names` does, else as the signature does. The `required` inputs must be given, even if the signature has them
+    optional. `logits` are inputs that the public function transforms before the call. Within
+    `flacompose.checked`, the `values` are checked too. Without `shared_heads`, ``HV`` is ``H``.
     """
     require.flags(output_final_state=output_final_state)
     names = names or {}
     first_argument = inputs._fields[0]
     first, first_name = inputs[0], names.get(first_argument, first_argument)
     sizes: dict[str, int] = {}
-    # The inputs begin with these tensors.
+    # The tensors are the first of the inputs.
     for x, (argument, optional, axes, new, cast) in zip(inputs, _tensors_of(op, shared_heads)):
         if x is None and optional and argument not in required:
             continue
@@ -76,7 +76,7 @@ def check(
 
 @assume_constant_result
 def _tensors_of(op: ModuleType, shared_heads: bool) -> tuple[Argument, ...]:
-    """The tensors of a signature, as a constant: guards on them would be half of all guards of a graph.
+    """The tensors of a signature. Dynamo takes them for a constant, whose guards would be half of all guards.
 
     Dynamo puts the result into the globals of the compiled module, under a new name at each compilation.
     """
@@ -85,6 +85,6 @@ def _tensors_of(op: ModuleType, shared_heads: bool) -> tuple[Argument, ...]:
 
 
 def run(form: Callable[..., Any], inputs: Any, output_final_state: bool) -> tuple[Tensor, Any]:
-    """Call one form of an op; return None for the state unless it is wanted."""
+    """Call a form of an op; return None for the state unless `output_final_state`."""
     o, final_state = form(*inputs)
     return o, final_state if output_final_state else None

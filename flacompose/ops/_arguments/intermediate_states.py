@@ -1,4 +1,4 @@
-"""Intermediate states: those after each of the last tokens, which recurrent forms return on request."""
+"""Intermediate states: recurrent forms return the states after each of the last tokens on request."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ def recurrent_form(
     output_states: int | None,
     stride: int = 1,
 ) -> tuple[Form, bool]:
-    """The recurrent form of a recurrence's op, and whether its second result is wanted.
+    """The recurrent form of an op, and whether to return its states.
 
-    With `output_states` it is the form whose second result has that many states; `stride` tokens of the op
-    then stand for one of ``x [B, T, ...]``.
+    With `output_states` it is the form that returns that many states, `stride` tokens of the op apart.
     """
     require.flags(output_final_state=output_final_state)
     if sharing() is not None:
@@ -52,9 +51,9 @@ def windows(history: Tensor, W: int, n: int) -> Tensor:
 
 
 def check(n: Any, x: Any, cu_seqlens: Tensor | None, name: str = "output_states") -> None:
-    """Check the argument `name`, the number of states wanted of ``x [B, T, ...]``, which may be unchecked."""
+    """Check the argument `name`, the number `n` of states of ``x [B, T, ...]``. `x` may not be checked yet."""
     require.integer(name, n)
-    n = int(n)  # NumPy's integers compare to bools of their own
+    n = int(n)  # comparisons of NumPy's integers return bools of NumPy
     if not 1 <= n <= MAX_STATES:
         raise ValueError(f"{name} must be from 1 to {MAX_STATES}, got {n}")
     if sharing() is not None:

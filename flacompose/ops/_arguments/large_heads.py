@@ -1,4 +1,4 @@
-"""Large heads: more keys or values than an op takes at once, computed by several calls of the op."""
+"""Large heads: several calls of an op for heads of more keys or values than one call takes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def by_values(
 ) -> tuple[Tensor, Any]:
     """`op` from `initial_state` on, for ``v [B, T, H, V]`` of any ``V``.
 
-    Each value has its own column of the state ``[N, H, K, V]``, and columns are independent. So each call
-    takes some of the columns, and the results are concatenated. Intermediate results of queries, keys and
-    gates alone are computed again in every call. The denominator's state ``[N, H, K]``, which some ops have
-    beside the state, is the same in all calls. The returned states may be several, ``[N, n, H, K, V]``.
+    Each value has its own column of the state ``[N, H, K, V]``, and columns are independent. So each call takes
+    some of the columns, and the results are concatenated. Every call repeats the computations of queries, keys
+    and gates alone. A second state ``[N, H, K]``, of a denominator, is the same in all calls. The returned
+    states may be several, ``[N, n, H, K, V]``.
     """
     if fits(v):
         return op(q, k, v, *args, initial_state=initial_state, **options)
@@ -47,8 +47,8 @@ def by_keys(
 ) -> tuple[Tensor, Tensor]:
     """`op` from `initial_state` on, for ``q, k [B, T, H, K]`` of any ``K``, without gates on the key axis.
 
-    Each key has its own row of the state ``[N, H, K, V]``, rows are independent, and the output is the sum of
-    the reads of all rows, so `op` should not round it.
+    Each key has its own row of the state ``[N, H, K, V]``, and rows are independent. The output is the sum over all
+    rows, so `op` should not round its own.
     """
     if fits(q):
         return op(q, k, v, initial_state=initial_state, **options)

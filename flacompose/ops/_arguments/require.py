@@ -1,4 +1,4 @@
-"""Argument checks of the public functions, with uniform messages, without reading a tensor's values."""
+"""Argument checks of the public functions, with uniform messages. They read no values of tensors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def axes(name: str, x: Tensor, names: tuple[str, ...]) -> None:
 
 
 def same_dtype(q: Tensor, name: str, x: Tensor, q_name: str = "q") -> None:
-    """Check that `x` has the dtype of `q`, or that autocast will cast both, which are not float64."""
+    """Check that `x` has the dtype of `q`, or that autocast casts both, which it does unless one is float64."""
     if x.dtype == q.dtype or (autocast_on(q.device) and torch.float64 not in (q.dtype, x.dtype)):
         return
     raise TypeError(
@@ -57,7 +57,7 @@ def head_size(name: str, x: Tensor, size_of: str = "head") -> None:
 
 
 def not_empty(name: str, x: Tensor) -> None:
-    """Check that no axis of ``x [B, T, ...]`` is empty; sequence parallel, ``T`` may be 0."""
+    """Check that no axis of ``x [B, T, ...]`` is empty. In sequence parallel calls ``T`` may be 0."""
     if is_empty(x.shape if sharing() is None else (*x.shape[:1], *x.shape[2:])):
         raise ValueError(f"{name} must have no empty dimension, got {tuple(x.shape)}")
 
@@ -103,7 +103,7 @@ def shape_and_device(q: Tensor, name: str, x: Tensor, shape: Sequence[int], q_na
 
 
 def _layout(q: Tensor, name: str, x: Tensor, shape: Sequence[int], q_name: str) -> str:
-    """The hint of an error about a shape that would be right, or whose `q` would be, in another layout."""
+    """A hint for an error about a shape, if `x` or `q` would be right in another layout."""
     if x.dim() != len(shape) or x.dim() < 3:
         return ""
     if "state" in name.lower():
@@ -121,7 +121,7 @@ def _layout(q: Tensor, name: str, x: Tensor, shape: Sequence[int], q_name: str) 
 
 
 def _of_a_layer(x: object) -> str:
-    """The hint of an error if a layer's state is given in place of the part that an op takes."""
+    """A hint for an error, if `x` is the state of a layer, of which ops take a part."""
     return ": of the state of a layer, give .recurrent" if hasattr(x, "recurrent") else ""
 
 
@@ -132,7 +132,7 @@ def optional(q: Tensor, name: str, x: Tensor | None, shape: tuple[int, ...], q_n
 
 
 def parameter(q: Tensor, name: str, x: Tensor | None, shape: tuple[int, ...], q_name: str = "q") -> None:
-    """Check that `x`, unless absent, is a float tensor on the device of `q` with as many elements as this shape."""
+    """Check that `x`, if given, is a float tensor on the device of `q` with as many elements as this shape."""
     if x is None:
         return
     floating(name, x)
@@ -166,7 +166,7 @@ def indices(name: str, x: Tensor) -> None:
 
 
 def integer(name: str, x: Any, otherwise: str = "") -> None:
-    """Check that `x` is an int. `otherwise` follows "must be an int" in the error: other valid values."""
+    """Check that `x` is an int. In the error, `otherwise` names other valid values."""
     if isinstance(x, bool) or not isinstance(x, (Integral, torch.SymInt)):
         raise TypeError(f"{name} must be an int{otherwise}, got {type(x).__name__}")
 
@@ -179,19 +179,19 @@ def count(name: str, x: Any) -> None:
 
 
 def flags(**values: object) -> None:
-    """Check that each is True or False. For an ``if`` the string "False" would be true."""
+    """Check that each value is a bool. Otherwise the string "False" would count as true."""
     for name, x in values.items():
         if not isinstance(x, bool):
             raise TypeError(f"{name} must be a bool, got {shown(x)}")
 
 
 def is_one_of(x: object, *choices: str | None) -> bool:
-    """Whether `x` is one of the `choices`. An array is none, although it can be compared with each."""
+    """Whether `x` is one of the `choices`. An array is none of them, although it compares with each."""
     return isinstance(x, (str, type(None))) and x in choices
 
 
 def shown(x: object) -> str:
-    """The form of `x` in errors: for a tensor its type, since nothing is read from its device."""
+    """The text for `x` in errors. For a tensor it is the type, since no value is read from a device."""
     return type(x).__name__ if isinstance(x, Tensor) else repr(x)
 
 
@@ -220,17 +220,17 @@ def not_negative(name: str, x: float) -> None:
 
 
 def scale(x: float | None, q: Tensor) -> float:
-    """Check the argument `scale` and return it, or its default for ``q [..., K]``, which may be unchecked."""
+    """Check `scale` and return it, or its default for ``q [..., K]``. `q` may not be checked yet."""
     if x is not None:
         finite("scale", x)
         return x
-    # If `q` is no tensor of tokens, later checks refuse it, so any number will do here.
+    # If `q` is not valid, later checks refuse it, so any number will do here.
     K = q.shape[-1] if isinstance(q, Tensor) and not q.is_nested and q.dim() > 0 else 1
     return 1.0 if violated(K > 0) else K**-0.5
 
 
 def kind(x: object) -> str:
-    """The form of `x`, no valid state, in errors: its type, and its length if a tuple or a list."""
+    """The text for an invalid state `x` in errors: its type, and the length of a tuple or list."""
     length = f" of {len(x)}" if isinstance(x, (tuple, list)) else ""
     return type(x).__name__ + length + _of_a_layer(x)
 

@@ -1,1 +1,1 @@
-"""Recurrences and their parts that are made of operators, in PyTorch."""
+"""Recurrences, and parts of them, composed of operators in PyTorch."""

@@ -1,4 +1,4 @@
-"""The running logsumexp, which normalises attention with bounded memory (2110.02488) and LightNet (2405.21022)."""
+"""The running logsumexp, the normalizer of attention with bounded memory (2110.02488) and LightNet (2405.21022)."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from flacompose.ops._tensors.packed import bounds, inside, last_of_rows, sequenc
 from flacompose.ops._tensors.sizes import always_true
 
 LOWEST = -1e300  # replaces -inf, whose differences and derivatives would be NaN
-LEVELS = 20  # levels of the scan in a trace: a graph serves up to 2 ** 20 tokens, more need another graph
+LEVELS = 20  # levels of the scan in a graph, which serves up to 2 ** 20 tokens; more need another graph
 
 
 class Normalized(NamedTuple):
-    """``z_t = logaddexp(z_{t-1}, s_t)``, and the results for ``s``, all of one dtype, that of sums."""
+    """The running logsumexp ``z_t = logaddexp(z_{t-1}, s_t)``, and the gates and weights that it gives."""
 
     gates: Tensor  # [B, T, ...]: z_{t-1} - z_t, 0 while all logits are -inf
-    weights: Tensor  # [B, T, ...]: exp(s_t - z_t), 0 likewise; exp(gates) + weights is 1 elsewhere
-    z: Tensor  # [N, ...]: after the last token of each sequence, or [N, n, ...] after each of the last n
+    weights: Tensor  # [B, T, ...]: exp(s_t - z_t), 0 while all logits are -inf, then 1 - exp(gates)
+    z: Tensor  # [N, ...], after the last token of each sequence, or [N, n, ...], after each of the last n
 
 
 def running_logsumexp(
     s: Tensor, z: Tensor | None = None, cu_seqlens: Tensor | None = None, output_states: int | None = None
 ) -> Normalized:
-    """The running logsumexp of ``s [B, T, ...]`` over the tokens, from ``z [N, ...]`` on, -inf unless given.
+    """The running logsumexp of ``s [B, T, ...]`` over the tokens, beginning with ``z [N, ...]``. Default: -inf.
 
     It is plain PyTorch, and its trace has the same operations for every ``T`` above 1. `torch.logcumsumexp`
     is not used: its derivatives are NaN at -inf, and its second derivatives are NaN where a gradient is 0.
     Sums are float64, since after many tokens a gate is a small difference of two large numbers. With
-    `output_states`, `z` has the results after that many last tokens of a row.
+    `output_states`, the `z` after each of that many last tokens is returned.
     """
     if hasattr(s, "device_mesh"):
         return Normalized(*by_shard(running_logsumexp, s, z, cu_seqlens, output_states))
@@ -48,7 +48,7 @@ def running_logsumexp(
     t = torch.arange(T, device=x.device)
     ranks, after = sharing(), None
     if ranks is not None:
-        if always_true(T == 0):  # an empty sum, so that the graph has the same gathers as on other ranks
+        if always_true(T == 0):  # an empty sum keeps the graph's gathers the same on all ranks
             own = torch.full_like(z, LOWEST) + x.sum((0, 1))
         else:
             with shared(None):
@@ -77,8 +77,8 @@ def running_logsumexp(
     else:
         z = torch.where((cu.diff() > 0)[:, None], total[0, (cu[1:] - 1).clamp(min=0)], z)
     gates, weights = (y.to(dtype).unflatten(-1, shape) for y in (gates, weights))
-    # Unflattened before the other operations, so that `z` is no view: a call compiled for a state that is a
-    # view would be compiled again for one that is not.
+    # `unflatten` comes before the other operations, so that `z` is no view: a call compiled for a state that is a
+    # view would be compiled again for a state that is none.
     return Normalized(gates, weights, _or_minus_inf(z.unflatten(-1, shape)).to(dtype))
 
 
@@ -87,19 +87,19 @@ def _or_minus_inf(x: Tensor) -> Tensor:
 
 
 def _lowest(x: Tensor) -> Tensor:
-    """Whether `x` stands for -inf; a NaN does not."""
+    """Whether `x` stands for -inf. A NaN does not."""
     return x <= LOWEST / 2
 
 
 def _inclusive(x: Tensor, sequence: Tensor) -> Tensor:
     """``log(sum of exp(x_i))`` over the tokens ``i <= t`` of the sequence of ``t``; ``x [B, T, D]``, ``sequence [T]``.
 
-    This is the scan of Hillis and Steele: at each level, the sum of the last 1, 2, 4, ... tokens is combined
-    with that of as many tokens before them.
+    This is the scan of Hillis and Steele: each level adds the sum of the last 1, 2, 4, ... tokens to the sum of
+    as many tokens before them.
     """
     T = x.shape[1]
     t = torch.arange(T, device=x.device)
-    # A trace has the levels of a long sequence at every length, except for the single token of decoding.
+    # A graph has all levels at every length, except for the single token of decoding.
     traced = torch.jit.is_tracing() or (torch.compiler.is_compiling() and not always_true(T == 1))
     levels = LEVELS if traced else 0
     while 1 << levels < T:

@@ -25,7 +25,7 @@ def log_sigmoid(x: Tensor) -> Tensor:
     return -F.softplus(-x, threshold=40)
 
 
-def bounded(g: Tensor) -> Tensor:
+def clamped(g: Tensor) -> Tensor:
     """`g`, clamped from below at a bound whose exponential underflows to 0.
 
     Below the bound the true gradient is 0. Kernels would return a rounding error, which a huge rate would
@@ -49,15 +49,15 @@ def time_step(
     return torch.where(outside, dt.detach().clamp(least, most), dt)
 
 
-def forgets(A: Tensor) -> Tensor:
-    """Where a rate is so far below 0 that it gives time steps no gradient.
+def decays_to_zero(A: Tensor) -> Tensor:
+    """Where a rate is so low that every time step above 1e-29 decays the state to zero.
 
-    All time steps above 1e-29 then leave nothing of the state, and have none. The gradient of one that is 0 could
-    overflow, which would make NaN where a mask, or a softplus that underflows, has made that step.
+    Such a rate passes no gradient to time steps. Only a step near 0 would have one, which could overflow, and
+    become NaN times the 0 of a mask or of a softplus that underflows.
     """
     return A < (-1e300 if A.dtype == torch.float64 else -1e31)
 
 
 def log_decay(dt: Tensor, A: Tensor) -> Tensor:
     """``dt * A``, with the lowest finite rate in place of -inf, which times a time step of 0 would be NaN."""
-    return torch.where(forgets(A), dt.detach(), dt) * A.clamp(min=finfo(A.dtype).min)
+    return torch.where(decays_to_zero(A), dt.detach(), dt) * A.clamp(min=finfo(A.dtype).min)

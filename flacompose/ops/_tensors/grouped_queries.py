@@ -1,7 +1,7 @@
-"""Grouped queries: the queries of a group read one state, as tokens of a recurrence with one query per token.
+"""Grouped queries as tokens of a recurrence with one query per token and head.
 
-The first query of a group reads after its token has been written. The others are tokens of their own between,
-which neither write nor decay.
+The first query of a group goes with the token's key, value and gates. Each further query becomes a token that
+neither writes nor decays, and so reads the same state.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ import torch
 from torch import Tensor
 
 
-def in_turn(q: Tensor) -> Tensor:
+def queries_as_tokens(q: Tensor) -> Tensor:
     """Queries ``[B, T, H, G, K]``, ``G`` to a head, as ``[B, T * G, H, K]``.
 
     Of two heads with two queries each, ``(0, 1)`` and ``(2, 3)``, the first queries of both heads come first:
 
-    >>> in_turn(torch.tensor([[[[[0], [1]], [[2], [3]]]]])).tolist()
+    >>> queries_as_tokens(torch.tensor([[[[[0], [1]], [[2], [3]]]]])).tolist()
     [[[[0], [2]], [[1], [3]]]]
     """
     return q.transpose(2, 3).flatten(1, 2)
 
 
 def by_head(o: Tensor, T: int, groups: int) -> Tensor:
-    """The inverse of `in_turn`: ``[B, T * G, H, K]`` of ``T`` tokens as ``[B, T, H, G, K]``."""
+    """The inverse of `queries_as_tokens`: ``[B, T * G, H, K]`` of ``T`` tokens as ``[B, T, H, G, K]``."""
     return o.unflatten(1, (T, groups)).transpose(2, 3)
 
 
-def spread(x: Tensor, groups: int) -> Tensor:
-    """``[B, T, ...]`` as the first of every `groups` tokens of ``[B, T * groups, ...]``, the others zeros.
+def interleave_zeros(x: Tensor, groups: int) -> Tensor:
+    """``[B, T * groups, ...]``: each token of ``x [B, T, ...]``, followed by ``groups - 1`` tokens of zeros.
 
-    >>> spread(torch.tensor([[7, 8]]), 3).tolist()
+    >>> interleave_zeros(torch.tensor([[7, 8]]), 3).tolist()
     [[7, 0, 0, 8, 0, 0]]
     """
     if groups == 1:

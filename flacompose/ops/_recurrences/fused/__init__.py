@@ -1,1 +1,1 @@
-"""Operators that compute in one kernel what would be many operations of PyTorch."""
+"""Operators that fuse many operations of PyTorch into one kernel."""

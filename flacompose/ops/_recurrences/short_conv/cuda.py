@@ -16,24 +16,22 @@ from flacompose.ops._recurrences.short_conv.inputs import MAX_WIDTH, Inputs
 from flacompose.ops._recurrences.short_conv.kernels import short_conv_gradient_kernel, short_conv_kernel
 from flacompose.ops._tensors.sizes import always_true
 
-# For each loop over tokens: (steps of a chunk, steps that are loaded together, most columns of the weight
-# that a thread holds for all its channels). A thread has 16 bytes of channels or, for wide convolutions,
-# fewer.
+# (tokens of a chunk, tokens loaded together, most columns of the weight in a thread, over all its channels). A
+# thread has 16 bytes of channels, or fewer for wide convolutions.
 FORWARD, TOKEN, BACKWARD = (64, 4, 32), (1, 1, 32), (128, 4, 16)
 
 
 def forward(inputs: Inputs, in_place: bool = False) -> tuple[Tensor, Tensor]:
     """``(y [B, T, D], final_state [N, D, W])``.
 
-    With `in_place` the kernel overwrites a copy of the initial state with the final state of one token. That
-    is safe because a program is a single warp, whose threads all load before any of them stores. It is done
-    only if the dtype of the state represents the inputs exactly: the final state is then the same in a graph
-    and outside.
+    With `in_place` and one token, the kernel writes the final state over a copy of the initial state. A program
+    is a single warp, which loads everything before it stores. The dtype of the state must represent the inputs
+    exactly, so that the final state is the same in a graph and outside.
     """
     x, weight, bias, initial_state, cu_seqlens, silu = inputs
     one_token = always_true(x.shape[1] == 1)
-    # In a graph, Inductor fuses the few products of one token into its own kernels; these are three if the
-    # state is overwritten in place.
+    # In a graph, Inductor fuses the few products of one token with its neighbours, but makes three kernels if
+    # the state is overwritten in place.
     state = initial_state if in_place and one_token and _holds(initial_state, x) else None
     apart = one_token and cu_seqlens is None and launches_into_graph() and state is None
     if apart or _has_no_kernel(x, weight):
@@ -49,18 +47,18 @@ def forward(inputs: Inputs, in_place: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def update(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """`forward`, which in a graph overwrites the old state with the new one."""
+    """`forward` that overwrites the old state in a graph."""
     return forward(inputs, in_place=launches_into_graph())
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
-    """The gradients that `call` wants."""
+    """The requested gradients."""
     x, weight, bias, initial_state, cu_seqlens, silu = call.inputs
     if _has_no_kernel(x, weight):
         return eager.backward(call)
     wants, d_final_state = call.wants, call.arriving.final_state
     steps, together, columns = BACKWARD
-    # The loop also covers the tokens after a chunk that read its last inputs.
+    # The loop continues to the tokens after a chunk that read its last inputs.
     walk = _Launches(x, weight, cu_seqlens, silu, steps - weight.shape[1] + 1, together, columns)
     D, W = walk.D, walk.W
     dx = walk.per_token(D, dtype=x.dtype, every=True) if wants("x") else None
@@ -84,7 +82,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 
 
 class _Launches(Sequences):
-    """The launches of one call, in chunks of `C` tokens, `together` of which are loaded at a time."""
+    """The launches of one call, in chunks of `C` tokens. `together` tokens are loaded at a time."""
 
     def __init__(
         self,
@@ -102,7 +100,7 @@ class _Launches(Sequences):
         BD = block(self.D, 32 * channels)
         self.tiles = tile_count(self.D, BD)
         sizes = {"D": self.D, "W": self.W, "C": C, "U": together, "BD": BD}
-        # One warp only: with several, one may overwrite a state in place that another has not read yet.
+        # One warp: of several, one might overwrite a state that another has not read yet.
         self.arguments |= {**sizes, "SILU": silu, "num_warps": 1}
 
     def __call__(
@@ -117,7 +115,7 @@ class _Launches(Sequences):
         x = _with_unit_stride(x)
         launch(
             kernel,
-            # Tokens in no sequence have chunks of their own, one more than `chunks` counts.
+            # Tokens in no sequence have chunks of their own, so there is one more than `chunks` counts.
             ((self.chunks + 1) * self.tiles,),
             x=x,
             weight=weight.contiguous(),
@@ -131,7 +129,7 @@ class _Launches(Sequences):
 
 
 def _has_no_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Whether there are too many columns, or no tokens, so that no chunk of a row would store its results."""
+    """Whether the weight has too many columns, or there are no tokens and so no chunk that stores a state."""
     return weight.shape[1] > MAX_WIDTH or always_true(x.shape[1] == 0)
 
 

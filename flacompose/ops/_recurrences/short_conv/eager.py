@@ -2,9 +2,9 @@
 
     y_t = act(a_t)        a_t = bias + sum_w weight_w * x_{t-W+1+w}
 
-Every sequence is preceded by the W inputs of its state, so that a sum of W shifted products holds at all of
-its tokens. Packed sequences follow one another, each after its own state, so that no token reads another
-sequence. Backwards in time likewise. Everything is functional and differentiable to any order.
+The W inputs of its state precede every sequence, also a packed one. So each token is a sum of W shifted
+products, and reads no other sequence. The backward is such a sum in reverse. Both are functional and
+differentiable to any order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
-    """The gradients that `call` wants."""
+    """The requested gradients."""
     x, weight, bias, initial_state, cu_seqlens, silu = call.inputs
     W, d_final_state = weight.shape[1], call.arriving.final_state
     rows = _rows(x, weight, cu_seqlens)
@@ -39,7 +39,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     if silu:
         a = _preactivation(history, weight, bias)
         s = a.sigmoid()
-        # The places between packed sequences may hold NaN, which belongs to no token.
+        # The places of states between packed sequences may hold NaN.
         da = rows.only_tokens(da * s * (1 + a * (1 - s)))
 
     def d_weight() -> Tensor:
@@ -47,8 +47,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         return _new(torch.stack([(da * history[:, 1 + w : 1 + w + L]).sum((0, 1)) for w in range(W)], 1))
 
     if call.wants("x", "initial_state"):
-        # The token of an input reads it with the last column of the weight, and later tokens with the columns
-        # before.
+        # A token reads its own input with the last column of the weight; later tokens read it with earlier columns.
         d_history = _sums(F.pad(da, (0, 0, W, W - 1)), weight.flip(1), history.shape[1])
         if d_final_state is not None:
             d_history = d_history + rows.at_last(d_final_state.to(history.dtype).mT)
@@ -61,7 +60,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 
 
 def _preactivation(history: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``[R, L, D]`` of ``history [R, W + L, D]``, whose first input is read by no token."""
+    """The sums ``[R, L, D]`` of ``history [R, W + L, D]``. No token reads the first input."""
     a = _sums(history[:, 1:], weight, history.shape[1] - weight.shape[1])
     return a if bias is None else a + bias.to(a.dtype)
 
@@ -76,7 +75,7 @@ def _sums(x: Tensor, weight: Tensor, L: int) -> Tensor:
 
 
 def _new(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`x` in memory of its own: an op returns no view."""
+    """A copy of `x`, since an op must not return a view."""
     return x.to(dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -86,26 +85,26 @@ def _rows(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None) -> _Rows | _Pack
 
 
 class _Rows:
-    """A sequence in each row: ``R = B`` rows of ``W`` inputs of its state and of its ``L = T`` tokens."""
+    """One sequence per row: ``R = B`` rows, each of ``W`` inputs of the state and ``L = T`` tokens."""
 
     def __init__(self, T: int, W: int) -> None:
         self.T, self.W = T, W
 
     def history(self, x: Tensor, state: Tensor | None) -> Tensor:
-        """``[R, W + L, D]`` of the tokens and of the states ``[N, D, W]`` before them."""
+        """``[R, W + L, D]``: the inputs of the states ``[N, D, W]``, then the tokens."""
         if state is None:
             return F.pad(x.contiguous(), (0, 0, self.W, 0))
         return torch.cat([state.to(x.dtype).mT, x], 1)
 
     def at_tokens(self, dy: Tensor) -> Tensor:
-        """``[B, T, D]`` as ``[R, L, D]``, zeros where there is no token."""
+        """``[B, T, D]`` as ``[R, L, D]``, with zeros in places without a token."""
         return dy.contiguous()
 
     def only_tokens(self, x: Tensor) -> Tensor:
         return x
 
     def of_tokens(self, x: Tensor) -> Tensor:
-        """``[B, T, D]`` of ``[R, L, D]``, zeros for a token in no sequence."""
+        """The inverse of `at_tokens`, with zeros for tokens in no sequence."""
         return x
 
     def first(self, history: Tensor) -> Tensor:
@@ -117,19 +116,19 @@ class _Rows:
         return history[:, self.T :]
 
     def at_last(self, state: Tensor) -> Tensor:
-        """``[R, W + L, D]``, the transpose of `last`: these states in their places, and zeros elsewhere."""
+        """``[R, W + L, D]``, the transpose of `last`: the states at the places that `last` reads, else zeros."""
         return F.pad(state, (0, 0, self.T, 0))
 
 
 class _Packed:
-    """Packed sequences in one row of ``W + L = T + N * W`` places; `_Rows` documents the methods."""
+    """Packed sequences in one row of ``W + L = T + N * W`` places. The methods are those of `_Rows`."""
 
     def __init__(self, T: int, W: int, cu_seqlens: Tensor) -> None:
         N, device = cu_seqlens.shape[0] - 1, cu_seqlens.device
         self.N, self.T, self.W = N, T, W
         cu = bounds(cu_seqlens, T)
         n, w = torch.arange(N, device=device), torch.arange(W, device=device)
-        # A sequence, after the W places of its state, has the places from `begin` to `end + W`.
+        # A sequence has the places from `begin` to `end + W`: W places of its state, then its tokens.
         begin, end = cu[:-1] + n * W, cu[1:] + n * W
         self.first_at, self.last_at = (at[:, None] + w for at in (begin, end))
 
@@ -137,7 +136,7 @@ class _Packed:
         n = (torch.searchsorted(begin, place, right=True) - 1).clamp(min=0)
         age, left = place - begin[n], place - end[n]
         token = (age >= W) & (left < W)
-        # `_chosen` appends a row of zeros, which stands for places without a token or state.
+        # `_chosen` appends a row of zeros for places without a token or state.
         self.token = torch.where(token, cu[n] + age - W, T)
         self.state = torch.where((age >= 0) & (age < W), n * W + age, N * W)
         self.last_state = torch.where((left >= 0) & (left < W), n * W + left, N * W)

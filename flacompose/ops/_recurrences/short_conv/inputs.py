@@ -8,8 +8,7 @@ from torch import Tensor
 
 from flacompose.ops._operators.signature import AUTOCAST, Dtype, Signature
 
-# The kernels need a register for each column, and compile slowly with many; PyTorch computes wider
-# convolutions.
+# The kernels unroll the columns, which takes registers and time to compile. PyTorch computes wider convolutions.
 MAX_WIDTH = 8
 
 

@@ -1,10 +1,8 @@
-"""Triton kernels of the short convolution: a loop over tokens, with their window of inputs in registers.
+"""Triton kernels of the short convolution: a loop over tokens with a window of inputs in registers.
 
-The window of a token is the state after it: its own input in the last of W columns and those before it in the
-others. A step drops the first column and appends the next input, so that each input is read from memory once.
-Backwards, the gradients of the W last sums form such a window too, and the loop continues past the chunk
-until all readers of its last input have been processed. Channels are independent, and a program needs hardly
-any shared memory.
+The window of a token is the state after it: the last W inputs, its own input in the last column. A step drops
+the first column and appends the next input, so each input is loaded once. The backward has such a window of the
+gradients of the last W sums, and continues past the chunk until all tokens that read its last input are done.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from flacompose.ops._tiles.blocks import split_program
 
 @triton.jit
 def _bound(i, T, N, cu_seqlens):
-    """The first token of part `i` of the packed row: 0 precedes the sequences 1 to N, N + 1 follows."""
+    """The first token of part `i` of a packed row: parts 1 to N are the sequences, 0 and N + 1 are around them."""
     at = tl.load(cu_seqlens + i - 1, mask=(i > 0) & (i <= N + 1), other=0)
     return tl.where(i > N + 1, T, at)
 
@@ -26,11 +24,11 @@ def _bound(i, T, N, cu_seqlens):
 def _find_chunk(row, T, N, cu_seqlens, C: tl.constexpr):
     """The sequence of the chunk in `row`, its row in the batch, its first token and its end, and the chunk's start.
 
-    Tokens are counted from the start of the row in the batch. The tokens of a packed row that are in no
-    sequence have chunks too, of the sequences -1 and N, and part i begins at chunk ``_bound(i) // C + i``.
+    Tokens are counted from the start of the row in the batch. Tokens of a packed row in no sequence have chunks
+    of the sequences -1 and N. Part i of the row begins at chunk ``_bound(i) // C + i``.
     """
     if cu_seqlens is not None:
-        # The last part that begins at this chunk or before is between `i` and `after`.
+        # Binary search for the last part that begins at or before this chunk. It is between `i` and `after`.
         i = tl.zeros([], tl.int64)
         after = N + 2 + tl.zeros([], tl.int64)
         while after - i > 1:
@@ -70,7 +68,7 @@ def _zeros(W: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def _window(x, initial, token, begin, end, stride, d, in_d, W: tl.constexpr):
-    """The window before `token`; inputs before `begin` are in the state. Empty chunks read no rows."""
+    """The window before `token`. Inputs before `begin` come from the state."""
     window = ()
     for w in tl.static_range(W):
         t = token - W + w
@@ -84,7 +82,7 @@ def _window(x, initial, token, begin, end, stride, d, in_d, W: tl.constexpr):
 
 @triton.jit
 def _inputs(x, token, end, stride, d, in_d, U: tl.constexpr):
-    """The inputs of `U` tokens, zeros from `end` on. They are loaded together, so that the program waits once."""
+    """The inputs of `U` tokens, loaded together so that the program waits once. They are zeros from `end` on."""
     inputs = ()
     for u in tl.static_range(U):
         at = x + (token + u) * stride + d
@@ -102,7 +100,7 @@ def _sum(window, weight, bias, W: tl.constexpr):
 
 @triton.jit
 def _sum_of_readers(window, weight, W: tl.constexpr):
-    """The gradient of an input; the newest gradient is of the token that reads it with the first column."""
+    """The gradient of an input. The newest gradient in the window is of the token that reads it with column 0."""
     total = window[W - 1] * weight[0]
     for w in tl.static_range(1, W):
         total += window[W - 1 - w] * weight[w]
@@ -146,10 +144,10 @@ def short_conv_kernel(
     BD: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """``y_t = act(bias + sum_w weight_w * x_{t-W+1+w})``: a program for each chunk and tile of channels.
+    """``y_t = act(bias + sum_w weight_w * x_{t-W+1+w})``. One program per chunk and tile of channels.
 
-    It loads `U` tokens at a time. The program of a sequence's last chunk stores the state after it; an empty sequence
-    has a chunk without tokens.
+    It loads `U` tokens at a time. The program of the last chunk of a sequence stores the final state; an empty
+    sequence has a chunk without tokens.
     """
     tile, _, row = split_program(tl.cdiv(D, BD), 1)
     d = (tile * BD).to(tl.int32) + tl.arange(0, BD)
@@ -170,7 +168,7 @@ def short_conv_kernel(
     if bias is not None:
         bias_ = tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)
     window = _window(x, initial, start, begin, end, x_token, d, in_d, W)
-    # 2. From token to token.
+    # 2. Loop over the tokens.
     for t in tl.range(start, stop, U):
         inputs = _inputs(x, t, stop, x_token, d, in_d, U)
         for u in tl.static_range(U):
@@ -180,7 +178,7 @@ def short_conv_kernel(
                 y_ *= tl.sigmoid(y_)
             tl.store(y + (t + u) * D + d, y_.to(y.dtype.element_ty), mask=in_d & (t + u < stop))
 
-    # 3. The state after the sequence is the window after its last token.
+    # 3. The final state is the window after the last token.
     if (stop == end) & ((start < end) | (start == begin)):
         window = _window(x, initial, end, begin, end, x_token, d, in_d, W)
         for w in tl.static_range(W):
@@ -213,11 +211,10 @@ def short_conv_gradient_kernel(
     BD: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """Fills the given gradients: a program for each chunk and tile of channels, `U` tokens at a time.
+    """Fills the gradients that are not None. One program per chunk and tile of channels, `U` tokens at a time.
 
-    With ``da_t`` the gradient of a token's sum, ``dx_p = sum_w weight_w * da_{p+W-1-w}``; the last inputs of
-    a sequence also get the gradient of its final state. The program of a sequence's first chunk stores the
-    gradient of the state before it.
+    With the gradient ``da_t`` of a token's sum, ``dx_p = sum_w weight_w * da_{p+W-1-w}``. The last inputs of a
+    sequence also get the gradient of the final state. The program of the first chunk stores `d_initial`.
     """
     tile, _, row = split_program(tl.cdiv(D, BD), 1)
     d = (tile * BD).to(tl.int32) + tl.arange(0, BD)
@@ -242,13 +239,13 @@ def short_conv_gradient_kernel(
     bias_ = tl.zeros([BD], tl.float32)
     if bias is not None:
         bias_ = tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)
-    # The tokens after the chunk up to this one read its last inputs.
+    # The tokens from `stop` to `readers` read the last inputs of the chunk.
     readers = tl.minimum(stop + W - 1, end)
     d_columns = _zeros(W, BD)
     d_bias_ = tl.zeros([BD], tl.float32)
     window = _window(x, initial, start, begin, end, x_token, d, in_d & inside, W)
     d_window = _zeros(W, BD)
-    # 2. From token to token, and past the chunk until all readers of its last input are processed.
+    # 2. Loop over the tokens of the chunk, and over those after it that read its last inputs.
     for t in tl.range(start, stop if dx is None else stop + W - 1, U):
         inputs = _inputs(x, t, readers, x_token, d, in_d, U)
         dys = _inputs(dy, t, readers, dy_token, d, in_d, U)
@@ -280,13 +277,13 @@ def short_conv_gradient_kernel(
             tl.store(d_weight + (row * W + w) * D + d, d_columns[w], mask=in_d)
     if d_bias is not None:
         tl.store(d_bias + row * D + d, d_bias_, mask=in_d)
-    # 4. The gradient of the state before the sequence, whose columns its first tokens read.
+    # 4. The gradient of the initial state, which the first tokens of the sequence read.
     if d_initial is not None:
         if inside & (start == begin):
             window = _window(x, initial, begin, begin, end, x_token, d, in_d, W)
             d_window = _zeros(W, BD)
             for w in tl.static_range(W):
-                # Column w, and the last token that reads it; none reads column 0.
+                # The last token that reads column w of the state. None reads column 0.
                 if w > 0:
                     t = begin + w - 1
                     inputs = _inputs(x, t, end, x_token, d, in_d, 1)

@@ -1,7 +1,7 @@
 """The convolution as a recurrence, token by token: the specification of the short convolution.
 
-Mamba, https://arxiv.org/abs/2312.00752, section 3.4: the causal convolution before its recurrence. The state
-is the window that a token reads: the last ``W`` inputs, with the newest in the last column.
+It is the causal convolution before the recurrence of Mamba, https://arxiv.org/abs/2312.00752, section 3.4. The
+state holds the last ``W`` inputs, the newest in the last column.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The gated skip after a scan, from its input to its output: ``o = (y + (D + w) x) * silu(z)``."""
+"""The gated skip connection from the input of a scan to its output: ``o = (y + (D + w) x) * silu(z)``."""

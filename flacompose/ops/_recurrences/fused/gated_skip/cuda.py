@@ -24,7 +24,7 @@ def forward(inputs: Inputs) -> tuple[Tensor]:
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
-    """The gradients that `call` wants."""
+    """The requested gradients."""
     rows, wanted, found = _rows(call.inputs), call.wanted_input, {}
     for name in ("y", "x", "w", "z"):
         u = wanted(name)
@@ -37,17 +37,17 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 
 
 def _rows(inputs: Inputs) -> Sequences:
-    """All tokens, in chunks across the bounds of rows, also those in no sequence."""
+    """The chunks of all tokens of the batch. A chunk may contain tokens of two rows, or tokens in no sequence."""
     rows = Sequences(inputs.x, None, TILE // block(inputs.x.shape[3], TILE))
     rows.chunks = tile_count(rows.B * rows.T, rows.C)
     return rows
 
 
 def _launch(inputs: Inputs, rows: Sequences, do: Tensor | None, **results: Tensor | None) -> None:
-    """Fill `o` or, with `do`, those of the gradients that are given."""
+    """Fill `o` or, if `do` is given, the gradients in `results` that are not None."""
     x, (H, P) = inputs.x, inputs.x.shape[2:]
     D, w = (None if u is None else u.contiguous() for u in (inputs.D, inputs.w))
-    # Wrong bounds are clamped as in other ops; nothing reads them on the host.
+    # As in other ops, wrong bounds are clamped, since the host does not read them.
     cu_seqlens = None if inputs.cu_seqlens is None else bounds(inputs.cu_seqlens, rows.T)
     given = dict.fromkeys(("o", "dy", "dx", "dD", "dw", "dz")) | results
     for name, u in (("y", inputs.y), ("x", x), ("z", inputs.z), ("do", do)):

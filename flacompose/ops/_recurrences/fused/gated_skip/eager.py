@@ -23,7 +23,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
-    """The gradients that `call` wants."""
+    """The requested gradients."""
     v, x, weight, z = _numbers(call.inputs)
     (do,) = without_tail(call.inputs.cu_seqlens, upcast(call.do, x))
     made, dv, D = {}, do, call.wanted_input("D")
@@ -39,7 +39,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 
 
 def _numbers(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """``v``, ``x``, ``D + w`` and ``z`` in the dtype of sums, with zeros for tokens in no sequence."""
+    """``v``, ``x``, ``D + w`` and ``z``, upcast. Tokens in no sequence are zeros."""
     y, x, w, z, cu_seqlens = inputs.y, inputs.x, inputs.w, inputs.z, inputs.cu_seqlens
     y, x = without_tail(cu_seqlens, upcast(y, x), upcast(x))
     weight = None if inputs.D is None else upcast(inputs.D, x)

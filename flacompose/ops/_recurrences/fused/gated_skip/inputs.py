@@ -13,9 +13,9 @@ class Inputs(NamedTuple):
     """The arguments, in the order of the schema; at least one of D, w and z is given."""
 
     y: Annotated[Tensor, "B T H P"]  # the output of a scan
-    x: Annotated[Tensor, "B T H P"]  # its input
+    x: Annotated[Tensor, "B T H P"]  # the input of the scan
     D: Annotated[Tensor | None, "H E"] = None  # E is 1 or P
-    w: Annotated[Tensor | None, "B T H"] = None  # added to D
+    w: Annotated[Tensor | None, "B T H"] = None  # a term of each token, added to D
     z: Annotated[Tensor | None, "B T H P"] = None  # the gate before its silu
     cu_seqlens: Tensor | None = None  # [N + 1]
 

@@ -1,4 +1,4 @@
-"""Triton kernel of the gated skip, which reads and writes each number once.
+"""Triton kernel of the gated skip. It reads and writes each number once.
 
 v = y + (D + w) x        o = v * silu(z)
 """
@@ -29,7 +29,7 @@ def gated_skip_kernel(
     w,  # [tokens, H]
     z,  # [tokens, H, P], likewise
     o,  # [tokens, H, P]
-    do,  # [tokens, H, P], likewise; with it the gradients below replace `o`
+    do,  # [tokens, H, P], likewise; if it is given, the gradients below are computed instead of `o`
     dy,  # [tokens, H, P]
     dx,  # [tokens, H, P]
     dD,  # [chunks, H, E], the sums over each chunk
@@ -48,9 +48,9 @@ def gated_skip_kernel(
     BT: tl.constexpr,
     BP: tl.constexpr,
 ):
-    """The output of `BT` tokens of a head or, with `do`, the gradients that are given.
+    """The output of `BT` tokens of a head or, with `do`, their gradients. Absent gradients are not computed.
 
-    A token in no sequence may hold any numbers. They are not read, and zeros replace them.
+    The inputs of tokens in no sequence are not read: they may be NaN. Their results are zeros.
     """
     h, chunk, _ = split_program(H, tl.cdiv(tokens, BT))
     first = chunk * BT

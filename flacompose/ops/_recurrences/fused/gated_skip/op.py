@@ -29,10 +29,10 @@ def gated_skip(
     z: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """``(y + (D + w) x) * silu(z)``, without absent terms; zeros for tokens in no sequence.
+    """``(y + (D + w) x) * silu(z)``, without the terms that are None; zeros for tokens in no sequence.
 
-    On CUDA it is one kernel, in either direction. In a graph it is PyTorch operations, which the compiler
-    fuses with those around them, such as casts and norms; it would not look into an operator.
+    On CUDA, forward and backward are one kernel each. A graph gets PyTorch operations instead: the compiler
+    fuses them with neighbouring operations, such as casts and norms, but cannot fuse an operator.
     """
     if D is None and w is None:
         if z is None:  # a scan returns zeros for tokens in no sequence

@@ -12,7 +12,7 @@ from flacompose.ops._launch.operands import by_token, tile_count, token_blocks
 from flacompose.ops._recurrences.fused.mamba3.inputs import SIGNATURE, Inputs
 from flacompose.ops._recurrences.fused.mamba3.kernels import mamba3_token_kernel
 
-SLICES = ("V", "Trap", "Angles", "Z")  # a layer passes slices of its projection for these
+SLICES = ("V", "Trap", "Angles", "Z")  # may be slices of a projection, so they have strides
 
 
 def token(inputs: Inputs) -> tuple[Tensor, ...]:

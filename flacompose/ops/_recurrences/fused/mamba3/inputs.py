@@ -12,7 +12,7 @@ from flacompose.ops._operators.signature import Dtype, Signature
 class Inputs(NamedTuple):
     """The arguments, in the order of the schema; T is 1, and HV a multiple of each H.
 
-    A state has the axes ``E`` and ``F``, which are keys and values or, with `values_first`, values and keys.
+    The axes ``E, F`` of a state are keys and values or, with `values_first`, values and keys.
     """
 
     Q: Annotated[Tensor, "B T H S"]  # S is even
@@ -23,7 +23,7 @@ class Inputs(NamedTuple):
     Trap: Annotated[Tensor, "B T HV"]
     Q_bias: Annotated[Tensor, "HV S"]
     K_bias: Annotated[Tensor, "HV S"]
-    Angles: Annotated[Tensor, "B T H A"]  # of the first A of S / 2 pairs; this H need not be that of Q
+    Angles: Annotated[Tensor, "B T H A"]  # of the first A of S / 2 pairs; its H may differ from that of Q
     # The states before the token
     initial_angle: Annotated[Tensor, "N HV A"]  # in radians
     initial_state: Annotated[Tensor, "N HV E F"]

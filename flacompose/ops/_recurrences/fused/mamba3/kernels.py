@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from flacompose.ops._recurrences.elementwise.cumulative_angle.kernels import tanh
-from flacompose.ops._recurrences.fused.rotary.kernels import PI, turn
+from flacompose.ops._recurrences.fused.rotary.kernels import PI, cos_sin
 from flacompose.ops._tiles.blocks import split_program
 
 
@@ -17,8 +17,7 @@ def _load(x, at, mask=None):
 
 @triton.jit(do_not_specialize=["HV", "H_Q", "H_ANGLES"])
 def mamba3_token_kernel(
-    # It has more than 25 parameters because a token has this many tensors, some of them slices of a layer's
-    # projection.
+    # A token has this many tensors, some of them slices of a projection: hence more than 25 parameters.
     Q,  # [B, H_Q, S]
     K,  # [B, H_Q, S]
     V,  # [B, HV, P]; V_token elements separate its tokens
@@ -53,7 +52,7 @@ def mamba3_token_kernel(
     BS: tl.constexpr,
     BP: tl.constexpr,
 ):
-    """One program per sequence, head and block of values. A head's first also stores keys and angles."""
+    """One program per sequence, head and block of values. The first block of a head also stores keys and angles."""
     tiles = tl.cdiv(P, BP)
     tile, h, n = split_program(tiles, HV)
     bh = n * HV + h
@@ -67,7 +66,7 @@ def mamba3_token_kernel(
     other, pair = s ^ 1, s // 2
     in_a = in_s & (pair < A)
     at_q = (n * H_Q + h // (HV // H_Q)) * S
-    # 1. All loads are issued before any of them is needed.
+    # 1. Issue all loads before the first use, so that the program waits once.
     state = _load(initial_state, at_state, in_state)
     k_0, v_0 = _load(initial_k, bh * S + s, in_s), _load(initial_v, bh * P + p, in_p)
     v = _load(V, n * V_token + h * P + p, in_p)
@@ -79,15 +78,14 @@ def mamba3_token_kernel(
     angle = tl.load(initial_angle + bh * A + pair, mask=in_a, other=0.0).to(tl.float64) / PI
     g, dt, trap = _load(ADT, bh), _load(DT, bh), _load(Trap, n * Trap_token + h)
 
-    # 2. Angles are summed in float64, as for many tokens. Each number is rotated with the other one of its
-    # pair.
+    # 2. Rotate each number of a key together with its partner in the pair. Angles are summed in float64, as in
+    # the chunked form.
     angle += (tanh(x) * dt).to(tl.float64)
     angle -= 2 * tl.floor(0.5 * angle + 0.5)
-    cos, sin = turn(angle.to(tl.float32))
+    cos, sin = cos_sin(angle.to(tl.float32))
     sin = tl.where(s % 2 == 0, -sin, sin)
     q, k = q * cos + other_q * sin, k * cos + other_k * sin
-    # 3. The state decays, the token before is written, and the read of the state is added to the token's own
-    # part.
+    # 3. Decay the state, write the previous token, read the state, and add the current token's contribution.
     c, decay = tl.sigmoid(trap) * dt, tl.exp(g)
     state = decay * state + (decay * (dt - c) * k_0)[:, None] * v_0[None, :]
     weight = c * tl.sum(q * k, 0)
@@ -97,7 +95,7 @@ def mamba3_token_kernel(
     if Z is not None:
         z = _load(Z, n * Z_token + h * P + p, in_p)
         y *= z * tl.sigmoid(z)
-    # 4. The write of the token.
+    # 4. Write the token.
     k_rounded = k.to(final_k.dtype.element_ty)
     state += k_rounded.to(tl.float32)[:, None] * (c * v)[None, :]
     tl.store(o + bh * P + p, y.to(o.dtype.element_ty), mask=in_p)

@@ -4,7 +4,7 @@
     C = F C_0 + I k v^T                     n = F n_0 + I k
     z = scale * n^T q                       o = scale * C^T q / (max(|z|, exp(-m)) + eps)
 
-`m` is a constant in all derivatives.
+No gradient flows through `m`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flacompose.ops._tensors.gates import log_sigmoid
 
 
 class _Step(NamedTuple):
-    """Intermediate results of the token, without the axis of time; queries and keys per head of values."""
+    """Intermediate results of the token, without the time axis. Queries and keys are repeated per value head."""
 
     q: Tensor  # times `scale`
     k: Tensor
@@ -45,12 +45,12 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
-    """The gradients that `call` wants."""
+    """The requested gradients."""
     inputs, step, arriving = call.inputs, _step(call.inputs), call.arriving
     q, k, v, forget, write = step[:5]
     H, scale = inputs.q.shape[2], inputs.scale
     do = torch.zeros_like(step.o) if arriving.o is None else upcast(arriving.o.squeeze(1))
-    # 1. Through the output, to the state after the token.
+    # 1. From the output to the new state.
     d_read = do / step.weight.unsqueeze(-1)
     is_floor = step.z.abs() <= (-step.m).exp()
     dz = torch.where(is_floor, 0, -(d_read * step.o).sum(-1) * step.z.sgn()).unsqueeze(-1)
@@ -58,7 +58,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     dq = scale * ((step.C @ d_read.unsqueeze(-1)).squeeze(-1) + dz * step.n)
     dC = dC if arriving.final_C is None else dC + arriving.final_C
     dn = dn if arriving.final_n is None else dn + arriving.final_n
-    # 2. Through the write and the decay, to the inputs.
+    # 2. From the new state to the inputs.
     of_k = (dC @ v.unsqueeze(-1)).squeeze(-1) + dn
     dF = (dC * step.C_0).sum((-2, -1)) + (dn * step.n_0).sum(-1)
     initial_m = inputs.initial_m
@@ -94,5 +94,5 @@ def _step(inputs: Inputs) -> _Step:
 
 
 def _of_heads(dx: Tensor, H: int) -> Tensor:
-    """``[B, 1, H, K]``, the sums over the heads of values that share queries and keys."""
+    """``[B, 1, H, K]``, summed over the value heads that share a query head."""
     return dx.unflatten(1, (H, -1)).sum(2).unsqueeze(1)

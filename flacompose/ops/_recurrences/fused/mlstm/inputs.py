@@ -35,5 +35,5 @@ class Outputs(NamedTuple):
 
 
 SIGNATURE = Signature(Inputs, Outputs)
-# Of input gates in the maximum, as in `ops/mlstm.py`: where all are below it, all exponentials are 0.
+# The lower bound of `m`, as in `ops/mlstm.py`. If all input gates are below it, their exponentials are 0.
 LOWEST = -1e4

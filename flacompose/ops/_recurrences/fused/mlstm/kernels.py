@@ -43,7 +43,7 @@ def mlstm_token_kernel(
     in_C = in_k[:, None] & in_v[None, :]
     at_C = (bh * K + dk[:, None]) * V + dv[None, :]
     at_k = bh // GROUP * K + dk
-    # 1. All loads are issued before any of them is needed.
+    # 1. Issue all loads before the first use, so that the program waits once.
     C = tl.zeros([BK, BV], tl.float32)
     n = tl.zeros([BK], tl.float32)
     m_0 = tl.zeros([], tl.float32)
@@ -58,11 +58,11 @@ def mlstm_token_kernel(
     v_ = tl.load(v + bh * V + dv, mask=in_v, other=0.0).to(tl.float32)
     i_, f_ = tl.load(i + bh).to(tl.float32), tl.load(f + bh).to(tl.float32)
 
-    # 2. The gates. No exponential is above 1.
+    # 2. The gates. Every exponential is at most 1.
     decay = tl.minimum(f_, 0.0, propagate_nan=tl.PropagateNan.ALL) - tl.log(1.0 + tl.exp(-tl.abs(f_)))
     m = larger(decay + m_0, larger(i_, LOWEST))
     forget, write = tl.exp(decay + (m_0 - m)), tl.exp(i_ - m)
-    # 3. The state after the token, and its read.
+    # 3. Update the state and read it.
     C = forget * C + (write * k_)[:, None] * v_[None, :]
     n = forget * n + write * k_
     weight = larger(tl.abs(tl.sum(n * q_, 0)), tl.exp(-m)) + eps

@@ -1,7 +1,6 @@
 """The registered op of one token of mLSTM, and its backward.
 
-The op is the same function as the running maximum, head decay and the denominator one after the other. It
-exists for its kernel, which reads and writes the state in one launch, and computes the gates itself.
+The op is the composition of the running maximum, the gates, head decay and the denominator, as one kernel.
 """
 
 from __future__ import annotations

@@ -22,19 +22,19 @@ from flacompose.ops._recurrences.fused.normalizer.kernels import (
 )
 
 C = 64  # tokens of a chunk
-SWEEP_CONFIG = {"BK": 64, "STAGES": 3, "num_warps": 4}  # keys of a tile, pipeline stages, warps
+STATE_PASSING_CONFIG = {"BK": 64, "STAGES": 3, "num_warps": 4}  # keys of a tile, pipeline stages, warps
 
 
 def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K])``."""
     run = _Launches(inputs)
     o, final_state = run.per_token(run.HV, run.V, dtype=inputs.x.dtype), run.per_sequence(run.HV, run.K)
-    run.divide(run.sweep(run.k, run.beta, operand(inputs.initial_state), final_state), o=o)
+    run.divide(run.pass_states(run.k, run.beta, operand(inputs.initial_state), final_state), o=o)
     return run.batched(o), final_state
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
-    """The gradients that `call` wants."""
+    """The requested gradients."""
     inputs, wanted = call.inputs, call.wanted_input
     run = _Launches(inputs)
     q, k, x, g, beta, floor, start = map(wanted, call.signature.differentiable)
@@ -46,11 +46,11 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     dq, dk = (None if y is None else run.per_token(*heads, dtype=run.dtype_of_keys) for y in (q, k))
     d_start = None if start is None else run.per_sequence(*heads, dtype=start.dtype)
 
-    states = run.sweep(run.k, run.beta, operand(inputs.initial_state))
+    states = run.pass_states(run.k, run.beta, operand(inputs.initial_state))
     dz = run.per_token(run.HV, dtype=torch.float32)
     run.divide(states, do=operand(call.do), dx=dx, dz=dz, d_floor=d_floor)
     if call.wants("q", "k", "g", "beta", "initial_state"):
-        d_states = run.sweep(run.q, dz, operand(call.arriving.final_state), d_start, reverse=True)
+        d_states = run.pass_states(run.q, dz, operand(call.arriving.final_state), d_start, reverse=True)
     if call.wants("q", "k", "g", "beta"):
         tensors = run.q, run.k, run.g, run.beta, dz, states, d_states, dq, dk, dg, dbeta
         config = gradient_config(run.bfloat16, run.K)
@@ -97,13 +97,13 @@ class _Launches(Sequences):
         self.bfloat16 = q.dtype == torch.bfloat16
         self.sizes = {"H": self.H, "HV": self.HV, "K": self.K, "C": C}
         self.arguments |= self.sizes | {"DOT": tl.bfloat16 if self.bfloat16 else tl.float32}
-        # The dtype of the gradients of queries and keys, which are first computed for each head of `x`.
+        # The gradients of queries and keys are computed for each head of `x`, in this dtype, then summed.
         self.dtype_of_keys = q.dtype if self.H == self.HV else torch.float32
-        self.tiles = tile_count(self.K, SWEEP_CONFIG["BK"])
-        # In units of 32 tokens a segment has at least 64 * 32 = 2,048.
+        self.tiles = tile_count(self.K, STATE_PASSING_CONFIG["BK"])
+        # A segment has at least 64 units; with 32 tokens a unit, that is 2,048 tokens.
         self.row = Segments(self, self.T // 32, self.HV * self.tiles, (self.HV, self.K), {"gk": "sum_g"})
 
-    def sweep(
+    def pass_states(
         self,
         x: Tensor,
         strength: Tensor,
@@ -111,20 +111,25 @@ class _Launches(Sequences):
         final: Tensor | None = None,
         reverse: bool = False,
     ) -> Tensor:
-        """The state before each chunk, ``[chunks, HV, K]``, or with `reverse` after it. Fills `final`."""
+        """The state before (with `reverse`, after) each chunk, ``[chunks, HV, K]``. Fills `final`."""
         states = self.per_chunk(self.HV, self.K)
-        sweep = partial(self._sweep, x, strength, reverse)
-        sweep(initial=self.row.starts(sweep, initial), states=states, final=final)
+        pass_states = partial(self._state_passing, x, strength, reverse)
+        pass_states(initial=self.row.starts(pass_states, initial), states=states, final=final)
         return states
 
-    def _sweep(self, x: Tensor, strength: Tensor, reverse: bool, **tensors: Tensor | None) -> None:
+    def _state_passing(self, x: Tensor, strength: Tensor, reverse: bool, **tensors: Tensor | None) -> None:
         given = dict.fromkeys(("initial", "states", "ends", "sum_g", "final")) | tensors
         grid = (self.tiles * self.row.count * self.N * self.HV,)
-        sizes = self.positions | self.sizes | {"SEGMENTS": self.row.count, "REVERSE": reverse} | SWEEP_CONFIG
+        sizes = (
+            self.positions
+            | self.sizes
+            | {"SEGMENTS": self.row.count, "REVERSE": reverse}
+            | STATE_PASSING_CONFIG
+        )
         launch(normalizer_state_passing_kernel, grid, x, strength, self.g, **given, **sizes)
 
     def divide(self, states: Tensor, **tensors: Tensor | None) -> None:
-        """Fill `o`, or from `do` `dx`, `dz` and `d_floor`, if given."""
+        """Fill `o` or, if `do` is given, `dx`, `dz` and `d_floor`."""
         given = dict.fromkeys(("do", "o", "dx", "dz", "d_floor")) | tensors
         inputs = self.q, self.k, self.x, self.g, self.beta, self.floor, states
         sizes = self.arguments | {"V": self.V, "scale": self.scale, "eps": self.eps}
@@ -132,14 +137,14 @@ class _Launches(Sequences):
         launch(normalizer_division_kernel, (self.chunks * self.HV,), *inputs, **given, **sizes, **config)
 
     def summed_of_keys(self, dx: Tensor | None) -> Tensor | None:
-        """``[B, T, H, K]``, from the gradients of each head of `x`."""
+        """``dx [B * T, HV, K]`` summed over the heads that share a query head, ``[B, T, H, K]``."""
         if dx is None or self.H == self.HV:
             return None if dx is None else self.batched(dx)
         return self.batched(dx).unflatten(2, (self.H, -1)).sum(3)
 
 
 def division_config(bfloat16: bool, K: int, V: int) -> dict[str, int]:
-    """Block sizes of the key axis, which is contracted, and of the value axis; warps, pipeline stages."""
+    """Block sizes of the key and value axes, warps, pipeline stages."""
     return {"BK": block(K, 128 if bfloat16 else 32), "BV": block(V, 64), "num_warps": 4, "num_stages": 2}
 
 

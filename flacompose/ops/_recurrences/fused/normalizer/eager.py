@@ -3,8 +3,8 @@
     n_t = exp(g_t) n_{t-1} + beta_t k_t        z_t = scale * n_t^T q_t
     o_t = x_t / (max(|z_t|, floor_t) + eps)
 
-`z` is the output of head decay with a single value of 1. It is computed in float32 for all inputs: where it
-is small, it is a difference of large terms.
+`z` is the output of head decay with a single value, 1. A small `z` is a difference of large terms, so it is
+computed in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flacompose.ops._recurrences.matrix import inputs as matrix
 from flacompose.ops._tensors.dtype import state_dtype, upcast
 from flacompose.ops._tensors.packed import inside, without_tail
 
-OF_KEYS = ("q", "k", "g", "beta", "initial_state")  # the inputs of `z`
+OF_KEYS = ("q", "k", "g", "beta", "initial_state")  # the inputs that `z` depends on
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -31,7 +31,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
-    """The gradients that `call` wants."""
+    """The requested gradients."""
     inputs, d_state = call.inputs, call.arriving.final_state
     x, do = without_tail(inputs.cu_seqlens, upcast(inputs.x), upcast(call.do))
     ones, floor = of_ones(inputs), _floor(inputs)
@@ -54,7 +54,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 
 
 def _floor(inputs: Inputs) -> Tensor:
-    """``[B, T, HV, 1]``, in the dtype of states; 1 for tokens in no sequence, where `z` is 0."""
+    """``[B, T, HV, 1]``, in the dtype of states. It is 1 for tokens in no sequence, whose `z` is 0."""
     floor, cu_seqlens = inputs.floor.to(state_dtype(inputs.q.dtype)).unsqueeze(-1), inputs.cu_seqlens
     if cu_seqlens is None:
         return floor
@@ -62,7 +62,7 @@ def _floor(inputs: Inputs) -> Tensor:
 
 
 def of_ones(inputs: Inputs) -> matrix.Inputs:
-    """The arguments of head decay whose output is `z` ``[B, T, HV, 1]``, and whose state is `n` ``[N, HV, K, 1]``."""
+    """The inputs of head decay that give the output `z` ``[B, T, HV, 1]`` and the state `n` ``[N, HV, K, 1]``."""
     q, k, x, g, beta, _, n, cu_seqlens, scale, _ = inputs
     ones = x.new_ones(*x.shape[:3], 1, dtype=state_dtype(x.dtype))
     n = None if n is None else n.unsqueeze(-1)

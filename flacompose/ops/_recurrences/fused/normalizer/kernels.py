@@ -1,18 +1,17 @@
-"""Triton kernels of the denominator of mLSTM, a read of decayed keys in float32, and its gradients.
+"""Triton kernels of the denominator of mLSTM and its gradients.
 
     n_t = exp(g_t) n_{t-1} + beta_t k_t        z_t = scale * n_t^T q_t
     o_t = x_t / (max(|z_t|, floor_t) + eps)
 
-`normalizer_state_passing_kernel` passes ``n`` over a sequence and stores it before each chunk. Then all
-chunks are computed at once. With `n` the state before the chunk, `dn` the gradient of the state after it, and
-``w`` the decay between tokens:
+`normalizer_state_passing_kernel` stores the state ``n`` before each chunk. Then all chunks are computed in
+parallel, from `n`, from the gradient `dn` of the state after the chunk, and from the decays ``w``:
 
     z_i = scale * (sum over j <= i of w_ij beta_j (q_i . k_j) + w_i n . q_i)       w_i from the chunk's start
     dq_i = scale dz_i (sum over j <= i of w_ij beta_j k_j + w_i n)
     dk_j = beta_j (sum over i >= j of w_ij scale dz_i q_i + w_j dn)                w_j to the chunk's end
 
-Queries and keys are factors of products as given, so nothing but these is rounded to bfloat16. Where `z` is
-small, it is a difference of large terms, and rounded weights would leave little of it.
+A small `z` is a difference of large terms, of which rounded weights would leave little. So only queries and
+keys enter products in bfloat16.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ from flacompose.ops._tiles.blocks import (
 
 @triton.jit
 def _sums(g, first, t, size, H):
-    """Running sums of the gates of a chunk, in two parts to be added, and the same for the sum of all gates.
+    """The running sums of the gates of a chunk, and the sum of all its gates, each in two parts to be added.
 
-    The first part adds multiples of 2^-9, which is exact. So a difference of sums is as accurate as the sum
-    of the gates between, however strong the earlier gates were.
+    The first parts are multiples of 2^-9, whose sums are exact. So the difference of two running sums is
+    as accurate as a sum of the gates between them, even after strong gates.
     """
     gates = bounded(load_numbers(g, first, t, size, H))
     high = tl.floor(gates * 512.0) / 512.0
@@ -55,7 +54,7 @@ def _sums(g, first, t, size, H):
 
 @triton.jit
 def _between(high, low, t):
-    """The decays ``[C, C]`` from a token (second axis) to a later one (first axis); 1 if it is not later."""
+    """The decays ``[C, C]`` from a token (second axis) to a later token (first axis), 1 elsewhere."""
     sums = high[:, None] - high[None, :] + (low[:, None] - low[None, :])
     return tl.exp(tl.where(t[:, None] > t[None, :], sums, 0.0))
 
@@ -89,8 +88,8 @@ def normalizer_state_passing_kernel(
 ):
     """``n <- exp(g_t) n + strength_t x_t`` or, with `REVERSE`, ``dn <- exp(g_t) (dn + strength_t x_t)`` backwards.
 
-    One program has one segment of one sequence, and a tile of its state. It starts at zero if `initial` is
-    absent, and stores `states`, `ends` and `final`, if given.
+    One program per segment of a sequence and tile of the state. Without `initial` it starts at zero. It
+    stores `states`, `ends` and `final`, if given.
     """
     tile, segment, nh = split_program(tl.cdiv(K, BK), SEGMENTS)
     if is_idle(segment, SEGMENTS, ends, states is not None):
@@ -104,7 +103,7 @@ def normalizer_state_passing_kernel(
         S += _load_state(initial, segment * N * HV + nh, d, K).to(tl.float32)
     total = tl.zeros([], dtype=tl.float32)
     t = tl.arange(0, C)
-    # The loop has its own number of stages: that of a launch is for loads that feed products.
+    # The number of stages of a launch holds for loads that feed products only, so the loop states it too.
     for i in tl.range(begin, stop, num_stages=STAGES):
         chunk = begin + stop - 1 - i if REVERSE else i
         start = lo + chunk * C
@@ -137,7 +136,7 @@ def normalizer_division_kernel(
     states,  # [chunks, HV, K], before each chunk
     do,  # [tokens, HV, V]
     o,  # [tokens, HV, V]
-    dx,  # [tokens, HV, V], computed from `do`, like the next two
+    dx,  # [tokens, HV, V]; like `dz` and `d_floor`, computed from `do`
     dz,  # [tokens, HV], times `scale`
     d_floor,  # [tokens, HV]
     cu_seqlens,
@@ -164,7 +163,7 @@ def normalizer_division_kernel(
     t = tl.arange(0, C)
     at = lo * HV + hv
 
-    # 1. The reads of queries: of the chunk's own keys, and of the state before it.
+    # 1. Queries read the keys of the chunk and the state before it.
     scores = tl.zeros([C, C], dtype=tl.float32)
     before = tl.zeros([C], dtype=tl.float32)
     for d0 in range(0, K, BK):
@@ -178,7 +177,7 @@ def normalizer_division_kernel(
     z = tl.sum(tl.where(t[:, None] >= t[None, :], scores, 0.0), 1)
     z = scale * (z + tl.exp(high + low) * before)
 
-    # 2. The denominator; 1 where there is no token.
+    # 2. The denominator. It is 1 beyond the end of the sequence.
     floor_ = tl.load(floor + at + t * HV, mask=t < size, other=1.0).to(tl.float32)
     weight = tl.maximum(tl.abs(z), floor_, propagate_nan=tl.PropagateNan.ALL) + eps
     d_weight = tl.zeros([C], dtype=tl.float32)
@@ -211,7 +210,7 @@ def normalizer_gradient_kernel(
     dz,  # [tokens, HV], times `scale`
     states,  # [chunks, HV, K], before each chunk
     d_states,  # [chunks, HV, K], the gradient of the state after it
-    dq,  # [tokens, HV, K], of each head of values, like `dk`
+    dq,  # [tokens, HV, K], for each value head, like `dk`
     dk,  # [tokens, HV, K]
     dg,  # [tokens, HV]
     dbeta,  # [tokens, HV]
@@ -250,9 +249,8 @@ def normalizer_gradient_kernel(
         left += tl.sum(k_.to(tl.float32) * dn[None, :], 1)
         both += tl.sum(n * dn, 0)
 
-    # 2. The gradients of sums of gates of four kinds: between two tokens of the chunk, from its start to a
-    # token, from a token to its end, and over the whole chunk. The gradient of a gate is the sum over all
-    # sums that contain it.
+    # 2. The gradient of a gate is summed over all sums of gates that contain it: between two tokens of the
+    # chunk, from its start to a token, from a token to its end, and over the whole chunk.
     high, low, all_high, all_low = _sums(g, at, t, size, HV)
     beta_ = load_numbers(beta, at, t, size, HV)
     from_start = tl.exp(high + low) * load_numbers(dz, at, t, size, HV)

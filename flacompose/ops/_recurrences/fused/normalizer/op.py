@@ -27,7 +27,7 @@ d_start = start_gradient(SIGNATURE, _ops["backward"])
 
 
 def stretch(inputs: Inputs) -> tuple[Decay, Tensor]:
-    """The transition of each sequence: that of head decay with values of 1."""
+    """The transition of each sequence, which is the one of head decay with values of 1."""
     decay, end = matrix.stretch(eager.of_ones(inputs))
     return Decay(tuple(x.squeeze(3) for x in decay.tensors)), end.squeeze(3)
 

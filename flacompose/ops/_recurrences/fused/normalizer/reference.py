@@ -1,7 +1,6 @@
 """The recurrence token by token: the specification of the denominator.
 
-It is the normaliser of mLSTM, https://arxiv.org/abs/2405.04517, equations 20 and 21, with a floor of any
-size.
+It is the normalizer of mLSTM, https://arxiv.org/abs/2405.04517, equations 20 and 21, with `floor` in place of 1.
 """
 
 from __future__ import annotations

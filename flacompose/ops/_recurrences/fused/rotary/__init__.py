@@ -1,1 +1,1 @@
-"""Mamba-3's rotary embedding with biases, and the shift of keys and values by one token."""
+"""Mamba-3's rotary embedding with biases, and keys and values shifted by one token."""

@@ -16,14 +16,14 @@ from flacompose.ops._recurrences.fused.rotary.inputs import Inputs, Outputs
 from flacompose.ops._recurrences.fused.rotary.kernels import Vectors, rotary_gradient_kernel, rotary_kernel
 from flacompose.ops._tensors.sizes import always_true
 
-TILE = 1024  # pairs of a chunk, or half the number of its values
+TILE = 1024  # the number of pairs of a chunk, and half the number of its values
 WARPS, BACKWARD_WARPS = 4, 2
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, ...]:
     """``(q_turned, k_before [B, T, R, HV, S], v_before [B, T, HV, P], products [B, T, HV, R, R], last_k, last_v)``."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    # In a graph, Inductor fuses the few products of one token into its own kernels.
+    # In a graph, Inductor fuses the few products of one token with its neighbours.
     if always_true(q.shape[1] == 1) and inputs.cu_seqlens is None and launches_into_graph():
         return eager.forward(inputs)
     run = _Launches(inputs)
@@ -43,7 +43,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
-    """The gradients that `call` wants."""
+    """The requested gradients."""
     run = _Launches(call.inputs)
     R, HV, S, P = run.R, run.HV, run.S, run.P
     q, k, v, q_bias, k_bias, angle, initial_k, initial_v = map(
@@ -71,7 +71,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 
 
 class _Launches(Sequences):
-    """The sizes and operands of one call."""
+    """The sizes and arguments of the launches of one call."""
 
     def __init__(self, inputs: Inputs) -> None:
         q, k, v, angle = inputs.q, inputs.k, inputs.v, inputs.angle

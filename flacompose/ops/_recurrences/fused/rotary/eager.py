@@ -1,10 +1,10 @@
 """The rotary embedding in PyTorch, for every device without a Triton kernel.
 
-    q_turned_t = turn(q_t + q_bias)        k_before_t = turn(k_{t-1} + k_bias)        v_before_t = v_{t-1}
+    q_turned_t = rotate(q_t + q_bias)        k_before_t = rotate(k_{t-1} + k_bias)        v_before_t = v_{t-1}
 
-Queries and keys are computed for each head, in float32, and rounded once. A rotation changes no product of a
-query and a key of one token. It also preserves the cross product of two vectors ``x`` and ``y``, which is the
-gradient of an angle.
+Queries and keys are computed for each value head, in float32, and rounded once. Rotating both by the same
+angle changes neither the inner product of a query and a key nor the cross product of a vector and its
+gradient, and this cross product is the gradient of the angle.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, ...]:
     q, k, v, q_bias, k_bias, angle, initial_k, initial_v, cu_seqlens, halves = inputs
     q, k, v, angle = without_tail(cu_seqlens, q, k, v, angle)
     q_turned, k_turned = (
-        turned(biased(x, bias), angle, halves).to(x.dtype) for x, bias in ((q, q_bias), (k, k_bias))
+        rotated(biased(x, bias), angle, halves).to(x.dtype) for x, bias in ((q, q_bias), (k, k_bias))
     )
     k_before, v_before = _before(k_turned, initial_k, cu_seqlens), _before(v, initial_v, cu_seqlens)
     of_tokens = q_turned, k_before, v_before, products(q, k, q_bias, k_bias)
@@ -36,7 +36,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
-    """The gradients that `call` wants."""
+    """The requested gradients."""
     q, k, v, q_bias, k_bias, angle, initial_k, initial_v, cu_seqlens, halves = call.inputs
     q, k, angle, d_products = without_tail(cu_seqlens, q, k, angle, _arriving(call, "products"))
     dq, dk, dv = without_tail(
@@ -44,8 +44,8 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     )
     dk, d_initial_k = _shifted_back(dk, upcast(_arriving(call, "last_k")), cu_seqlens)
     dv, d_initial_v = _shifted_back(dv, upcast(_arriving(call, "last_v")), cu_seqlens)
-    # Rotated back, these are the gradients of the vectors before rotation.
-    dq, dk = (turned(x, -angle, halves) for x in without_tail(cu_seqlens, dq, dk))
+    # Rotate the gradients back to those of the vectors before rotation.
+    dq, dk = (rotated(x, -angle, halves) for x in without_tail(cu_seqlens, dq, dk))
     q_, k_ = biased(q, q_bias), biased(k, k_bias)
     A = angle.shape[-1]
     dangle = pi * (_cross(q_, dq, A, halves) + _cross(k_, dk, A, halves))
@@ -74,7 +74,7 @@ def biased(x: Tensor, bias: Tensor) -> Tensor:
     return flatten(x.unsqueeze(4) + bias, 3, 4)
 
 
-def turned(x: Tensor, angle: Tensor, halves: bool) -> Tensor:
+def rotated(x: Tensor, angle: Tensor, halves: bool) -> Tensor:
     """``x [B, T, R, HV, S]``, with its first ``A`` pairs of numbers rotated by ``angle [B, T, HV, A]``."""
     axis, A = -2 if halves else -1, angle.shape[-1]
     angle = pi * angle.unsqueeze(2)
@@ -87,12 +87,12 @@ def turned(x: Tensor, angle: Tensor, halves: bool) -> Tensor:
 def products(q: Tensor, k: Tensor, q_bias: Tensor, k_bias: Tensor) -> Tensor:
     """The products of all queries and keys of a token, with their biases, ``[B, T, HV, R, R]``.
 
-    The sums are multiplied out, so that no tensor of every head and token is as wide as a key.
+    The products of sums are multiplied out. So no tensor has ``S`` numbers for each value head and token.
     """
     q, k, R, H = upcast(q), upcast(k), q.shape[2], q.shape[3]
     biases = [unflatten(bias.to(q.dtype), 0, (H, len(bias) // H)) for bias in (q_bias, k_bias)]
     of_groups = []
-    for i in range(H):  # a sharded axis allows select, but not unbind
+    for i in range(H):  # DTensor can select on a sharded axis, but not unbind it
         q_, k_ = (bias.select(0, i) for bias in biases)  # [HV / H, R, S]
         of_q, of_k = q.select(3, i), k.select(3, i)
         shared = (of_q.unsqueeze(3) * of_k.unsqueeze(2)).sum(-1).unsqueeze(2)  # [B, T, 1, R, R]
@@ -108,20 +108,20 @@ def _pairs(x: Tensor, halves: bool) -> tuple[Tensor, ...]:
 
 
 def _before(x: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """The token before each of ``x [B, T, ...]``. For a single token it is `initial`, in new memory."""
+    """The token before each token of ``x [B, T, ...]``. For a single token it is a copy of `initial`."""
     if cu_seqlens is None and initial is not None and always_true(x.shape[1] == 1):
         return initial.unsqueeze(1).to(x.dtype, copy=True)
     return shifted(x, initial, cu_seqlens)
 
 
 def _cross(x: Tensor, dx: Tensor, A: int, halves: bool) -> Tensor:
-    """``[B, T, HV, A]``, the gradient of the angle, in radians, of rotated ``x [B, T, R, HV, S]``."""
+    """``[B, T, HV, A]``, the gradient of the angle, in radians, by which ``x [B, T, R, HV, S]`` is rotated."""
     (a, b), (da, db) = _pairs(x, halves), _pairs(dx, halves)
     return (a * db - b * da)[..., :A].sum(2)
 
 
 def _arriving(call: BackwardCall[Inputs], name: str) -> Tensor:
-    """The gradient of this result; zeros if none arrives."""
+    """The gradient of the result `name`, or zeros."""
     found = getattr(call.arriving, name)
     if found is not None:
         return found
@@ -132,14 +132,13 @@ def _arriving(call: BackwardCall[Inputs], name: str) -> Tensor:
 def _shifted_back(d: Tensor, d_last: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """The backward of `_before` and of `last_token`: the gradients of ``x [B, T, ...]`` and of ``initial [N, ...]``.
 
-    ``d [B, T, ...]`` is the gradient of the token before each, and ``d_last [N, ...]`` that of the last
-    tokens.
+    ``d [B, T, ...]`` is the gradient of the output of `_before`, ``d_last [N, ...]`` of the last tokens.
     """
     if cu_seqlens is None:
         return torch.cat([d[:, 1:], d_last.unsqueeze(1)], 1), d[:, 0].clone()
     T, cu = d.shape[1], bounds(cu_seqlens, d.shape[1])
     filled = cu.diff() > 0
-    # One place more is for sequences without tokens.
+    # Place T, which is cut off below, takes the gradients of sequences without tokens.
     place = torch.where(filled, cu[1:] - 1, T)
     padded = torch.cat([d[:, 1:], torch.zeros_like(d[:, :1]), torch.zeros_like(d[:, :1])], 1)
     filled = filled.view(-1, *[1] * (d.ndim - 2))

@@ -1,11 +1,10 @@
-"""Triton kernels of the rotary embedding; a program has a few tokens of one head, as pairs.
+"""Triton kernels of the rotary embedding. A program rotates the pairs of a few tokens of one head.
 
-With ``w`` the rotation by ``angle``, and gradients rotated back, ``d = w^-1 dq``:
+With the rotation ``w`` by ``angle``, and the gradient ``d = w^-1 dq`` rotated back:
 
     q_turned = w (q + q_bias)        d_angle = pi (cross product of q + q_bias and d, of each pair)
 
-and likewise for keys, which are stored at the place of the next token. Pairs without an angle are rotated by
-0.
+Keys likewise, but they are stored at the place of the next token. Pairs without an angle are not rotated.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class Gradients(NamedTuple):
 
 
 @triton.jit
-def turn(x):
-    """``cos(pi x)`` and ``sin(pi x)``, from the nearest quarter turn, exact to float32."""
+def cos_sin(x):
+    """``cos(pi x)`` and ``sin(pi x)``, to the precision of float32, reduced to the nearest multiple of 1/2."""
     quarters = tl.floor(2 * x + 0.5)
     t = (x - 0.5 * quarters) * PI
     z = t * t
@@ -56,9 +55,9 @@ def turn(x):
 
 
 @triton.jit
-def _turn_of_tile(angle, at, exists, i, A):
+def _cos_sin_of_tile(angle, at, exists, i, A):
     mask = exists[:, None] & (i < A)[None, :]
-    return turn(tl.load(angle + at[:, None] + i[None, :], mask=mask, other=0.0).to(tl.float32))
+    return cos_sin(tl.load(angle + at[:, None] + i[None, :], mask=mask, other=0.0).to(tl.float32))
 
 
 @triton.jit
@@ -93,7 +92,7 @@ def _store(x, at, exists, i, a, b, S: tl.constexpr, HALVES: tl.constexpr):
 
 @triton.jit
 def _load_biased(x, at, exists, bias, at_bias, i, S: tl.constexpr, HALVES: tl.constexpr):
-    """`_load` of `x`, plus the bias at `at_bias`."""
+    """The pairs of `x`, as `_load` returns them, plus the bias at `at_bias`."""
     a, b = _load(x, at, exists, i, S, HALVES)
     bias_a, bias_b = _load(bias, _one(at_bias), _one(0) == 0, i, S, HALVES)
     return a + bias_a, b + bias_b
@@ -117,12 +116,12 @@ def _one(at):
 
 @triton.jit
 def _place(T, N, HEADS, R, cu_seqlens, C: tl.constexpr):
-    """This program's head, rank, row of chunks and sequence, the sequence's bounds, and its tokens."""
+    """The head, rank, row of chunks and sequence of this program, the bounds of the sequence, and the tokens."""
     h, r, row = split_program(HEADS, R)
     n = sequence_of_chunk(row, T, N, cu_seqlens, C)
     begin, end, first_row = find_sequence(n, T, cu_seqlens, C)
     t = begin + (row - first_row) * C + tl.arange(0, C)
-    # A row before the first sequence has no tokens.
+    # A row of chunks before the first sequence has no tokens.
     return h, r, row, n, begin, end, t, (t >= begin) & (t < end), row == first_row
 
 
@@ -145,7 +144,7 @@ def rotary_kernel(
     v,  # [tokens, HV, P]; v_token elements separate its tokens
     initial_k,  # [N, R, HV, S]
     initial_v,  # [N, HV, P]
-    made,  # `Outputs` of `inputs`
+    made,  # the results, `Outputs` of `inputs.py`
     cu_seqlens,
     T,
     N,
@@ -161,7 +160,7 @@ def rotary_kernel(
     BI: tl.constexpr,
     BP: tl.constexpr,
 ):
-    """A program for each chunk of `C` tokens, each head of values and each rank."""
+    """One program per chunk of `C` tokens, value head and rank."""
     q, k, q_bias, k_bias, angle, q_token, k_token = vectors
     q_turned, k_before, v_before, products, last_k, last_v = made
     h, r, _, n, begin, end, t, exists, is_first = _place(T, N, HV, R, cu_seqlens, C)
@@ -171,7 +170,7 @@ def rotary_kernel(
     at, at_bias, at_state = ((t * R + r) * HV + h) * S, (h * R + r) * S, ((n * R + r) * HV + h) * S
 
     # 1. Queries, keys and their products
-    cos, sin = _turn_of_tile(angle, (t * HV + h) * A, exists, i, A)
+    cos, sin = _cos_sin_of_tile(angle, (t * HV + h) * A, exists, i, A)
     q_a, q_b = _load_biased(q, t * q_token + r * H * S + of_group, exists, q_bias, at_bias, i, S, HALVES)
     k_a, k_b = _load_biased(k, t * k_token + r * H * S + of_group, exists, k_bias, at_bias, i, S, HALVES)
     in_key = (i < S // 2)[None, :]
@@ -184,7 +183,7 @@ def rotary_kernel(
         tl.store(products + ((t * HV + h) * R + r) * R + s, product, mask=exists)
     _store(q_turned, at, exists, i, q_a * cos - q_b * sin, q_a * sin + q_b * cos, S, HALVES)
 
-    # 2. Keys are stored at the place of the next token, or in the state.
+    # 2. Store each key at the place of the next token, and the last key in the state.
     a, b = k_a * cos - k_b * sin, k_a * sin + k_b * cos
     _store(k_before, at + R * HV * S, has_next, i, a, b, S, HALVES)
     _store(last_k, at_state + t * 0, is_last, i, a, b, S, HALVES)
@@ -194,7 +193,7 @@ def rotary_kernel(
         _store(k_before, at_first, _one(begin) < end, i, first_a, first_b, S, HALVES)
         _store(last_k, _one(at_state), _one(begin) >= end, i, first_a, first_b, S, HALVES)
 
-    # 3. Values, likewise.
+    # 3. Store values likewise.
     if r == 0:
         d = tl.arange(0, BP)
         at_state = (n * HV + h) * P
@@ -213,7 +212,7 @@ def rotary_kernel(
 def _load_next(
     d_before, d_last, at_next, has_next, at_state, is_last, i, S: tl.constexpr, HALVES: tl.constexpr
 ):
-    """The gradients of tokens, stored at the place of the next token, or those of the last tokens."""
+    """The gradients of shifted tokens, from the place of the next token or, for the last token, of the state."""
     a, b = _load_optional(d_before, at_next, has_next, i, S, HALVES)
     if d_last is not None:
         last_a, last_b = _load(d_last, at_state + at_next * 0, is_last, i, S, HALVES)
@@ -235,7 +234,7 @@ def _load_next_values(d_before, d_last, at_next, has_next, at_state, is_last, d,
 @triton.jit(do_not_specialize=["T", "N", "H", "HV"])
 def rotary_gradient_kernel(
     vectors,  # `Vectors`
-    arriving,  # `Outputs`: their gradients, each of which may be None
+    arriving,  # the gradients of `Outputs`, each of which may be None
     wanted,  # `Gradients`
     cu_seqlens,
     T,
@@ -251,7 +250,7 @@ def rotary_gradient_kernel(
     BI: tl.constexpr,
     BP: tl.constexpr,
 ):
-    """A program for each chunk of `C` tokens, each group of heads and each rank, which sums over the heads."""
+    """One program per chunk of `C` tokens, group of value heads and rank. It sums over the heads of the group."""
     q, k, q_bias, k_bias, angle, q_token, k_token = vectors
     d_q_turned, d_k_before, d_v_before, d_products, d_last_k, d_last_v = arriving
     dq, dk, dv, d_q_bias, d_k_bias, dangle, d_initial_k, d_initial_v = wanted
@@ -265,8 +264,8 @@ def rotary_gradient_kernel(
         h = g * (HV // H) + of_group
         at, at_bias, at_state = ((t * R + r) * HV + h) * S, (h * R + r) * S, ((n * R + r) * HV + h) * S
 
-        # 1. The gradients of queries and keys, rotated back; and of the angles
-        cos, sin = _turn_of_tile(angle, (t * HV + h) * A, exists, i, A)
+        # 1. The gradients of queries and keys, rotated back, and of the angles
+        cos, sin = _cos_sin_of_tile(angle, (t * HV + h) * A, exists, i, A)
         q_a, q_b = _load_biased(q, at_q + r * H * S, exists, q_bias, at_bias, i, S, HALVES)
         k_a, k_b = _load_biased(k, at_k + r * H * S, exists, k_bias, at_bias, i, S, HALVES)
         x_a, x_b = _load_optional(d_q_turned, at, exists, i, S, HALVES)

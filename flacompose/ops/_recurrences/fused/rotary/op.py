@@ -7,11 +7,11 @@ from typing import Any
 from flacompose.ops._recurrences.forms import define_ops
 from flacompose.ops._recurrences.fused.rotary import eager
 from flacompose.ops._recurrences.fused.rotary.inputs import SIGNATURE
-from flacompose.ops._recurrences.fused.rotary.inputs import Inputs as Inputs  # for `ops/_mamba3.py`
+from flacompose.ops._recurrences.fused.rotary.inputs import Inputs as Inputs  # for `ops/_composed/mamba3.py`
 
 
 def _flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """For each number of a query and of a key a bias and its part of a rotation; and the products."""
+    """A bias and a rotation for each number of queries and keys, and the inner products."""
     B, T, R, _, S = q
     return B * T * v[2] * R * S * (8 + 2 * R)
 

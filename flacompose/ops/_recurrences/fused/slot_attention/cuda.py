@@ -43,14 +43,14 @@ def token(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
-    """The gradients that `call` wants."""
+    """The requested gradients."""
     return eager.backward(call, matrix.recurrent, matrix.backward)
 
 
 def token_config(K: int, M: int, V: int) -> dict[str, int]:
     """Block sizes. Registers hold about 8192 elements of each state at a time, and all keys of a slot.
 
-    A program has all values of a head, if they are at most 128, as each further one reads the state of the keys again.
+    Every further program of a head reads the state of the keys again, so a head of at most 128 values has one program.
     """
     BK = block(K, 512)
     BM = block(M, min(8192 // BK, 64))

@@ -3,8 +3,8 @@
     Sk = Sk_0 diag(exp g) + k s^T        p = softmax(scale * Sk^T q)
     Sv = diag(exp g) Sv_0 + s v^T        o = Sv^T p
 
-The first pass gives the logits and has its gate on the value axis, where the slots are. The second reads with the
-softmax of the logits and has its gate on the key axis. The queries of a group are read one after the other.
+The slots are the values of the first pass and the keys of the second. The first pass gives the logits, the second
+reads with their softmax. The queries of a group become tokens (`_tensors/grouped_queries.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flacompose.ops._recurrences.fused.slot_attention.inputs import Inputs
 from flacompose.ops._recurrences.matrix import eager as matrix
 from flacompose.ops._recurrences.matrix.inputs import SIGNATURE as PASS
 from flacompose.ops._recurrences.matrix.inputs import Inputs as Pass
-from flacompose.ops._tensors.grouped_queries import by_head, in_turn, spread
+from flacompose.ops._tensors.grouped_queries import by_head, interleave_zeros, queries_as_tokens
 
 Forward = Callable[[Pass], tuple[Tensor, Tensor]]
 Backward = Callable[[BackwardCall[Pass]], Gradients]
@@ -38,19 +38,19 @@ def backward(
     pass_forward: Forward = matrix.forward,
     pass_backward: Backward = matrix.backward,
 ) -> Gradients:
-    """The gradients that `call` wants, by the forward and the backward of channel decay."""
+    """The requested gradients, from the forward and the backward of channel decay."""
     inputs, (do, d_final_k, d_final_v) = call.inputs, call.arriving
     keys = _keys(inputs)
     of_values: Gradients = {}
     of_keys: Gradients = {}
     if do is not None or d_final_v is not None:
-        # The arguments of the pass and the inputs they get: logits are queries, slots are keys.
+        # For each argument of the pass, the input it gets. Its queries are the logits, its keys the slots.
         names = {"k": "s", "v": "v", "gk": "g", "initial_state": "initial_v"}
         wanted = {x for x, name in names.items() if name in call.wanted}
         if call.wants("q", "k", "s", "g", "initial_k"):
             wanted.add("q")
         values = _values(inputs, keys, pass_forward(keys)[0])
-        arriving = PASS.outputs(None if do is None else in_turn(do), d_final_v)
+        arriving = PASS.outputs(None if do is None else queries_as_tokens(do), d_final_v)
         of_values = pass_backward(BackwardCall(PASS, values, arriving, frozenset(wanted)))
     d_logits = of_values.pop("q", None)
     names = {"q": "q", "k": "k", "v": "s", "gv": "g", "initial_state": "initial_k"}
@@ -61,7 +61,7 @@ def backward(
         )
 
     def of_tokens(*gradients: Tensor | None) -> Tensor | None:
-        """The gradient of an operand that is written with the first query of each group."""
+        """The gradient of an input that only the first of each group of tokens has."""
         found = [x for x in gradients if x is not None]
         return _new(sum(found[1:], start=found[0])[:, :1]) if found else None
 
@@ -80,15 +80,15 @@ def backward(
 
 
 def _keys(inputs: Inputs) -> Pass:
-    """The first pass. Logits are not rounded: their error would be a relative error of the softmax's weights."""
-    k, s, g = (spread(x, inputs.q.shape[3]) for x in (inputs.k, inputs.s, inputs.g))
-    q, initial_k, scale = in_turn(inputs.q), inputs.initial_k, inputs.scale
+    """The first pass. Its logits stay in float32, since the softmax makes an absolute error a relative one."""
+    k, s, g = (interleave_zeros(x, inputs.q.shape[3]) for x in (inputs.k, inputs.s, inputs.g))
+    q, initial_k, scale = queries_as_tokens(inputs.q), inputs.initial_k, inputs.scale
     return Pass(q, k, s, gv=g, initial_state=initial_k, scale=scale, full_precision=True)
 
 
 def _values(inputs: Inputs, keys: Pass, logits: Tensor) -> Pass:
     """The second pass, with the slots and gates of the first."""
-    v = spread(inputs.v, inputs.q.shape[3])
+    v = interleave_zeros(inputs.v, inputs.q.shape[3])
     return Pass(logits, keys.v, v, gk=keys.gv, initial_state=inputs.initial_v, softmax=True)
 
 

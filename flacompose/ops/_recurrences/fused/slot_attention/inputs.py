@@ -12,10 +12,10 @@ from flacompose.ops._operators.signature import AUTOCAST, GATE, Dtype, Signature
 class Inputs(NamedTuple):
     """The arguments of the op, in the order of the schema."""
 
-    q: Annotated[Tensor, "B T H G K", AUTOCAST]  # the G queries that read the state of a head; T is 1
+    q: Annotated[Tensor, "B T H G K", AUTOCAST]  # G queries share the state of a head; T is 1
     k: Annotated[Tensor, "B T H K", AUTOCAST]
     v: Annotated[Tensor, "B T H V", AUTOCAST]
-    s: Annotated[Tensor, "B T H M", AUTOCAST]  # the weight with which the token is written to each slot
+    s: Annotated[Tensor, "B T H M", AUTOCAST]  # the weight of the write to each slot
     g: Annotated[Tensor, "B T H M", GATE]  # natural-log decay of the slots
     initial_k: Annotated[Tensor | None, "N H K M"] = None
     initial_v: Annotated[Tensor | None, "N H M V"] = None

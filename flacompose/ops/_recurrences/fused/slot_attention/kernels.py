@@ -31,10 +31,9 @@ def slot_attention_token_kernel(
 ):
     """Both passes, one program per sequence, head, query of its group, and block of the values.
 
-    A program goes over tiles of slots. For each tile, all keys give the logits, and their softmax reads the
-    block of values. The softmax is rescaled when a larger logit comes. Every program computes the logits that
-    it needs. Of the states that several programs compute, one program stores each, and none reads the stores
-    of another.
+    A program loops over tiles of slots, with an online softmax: it computes the logits of a tile from all keys,
+    and reads its block of values with their weights. Programs of a head compute the same logits and states;
+    one of them stores each state, and none reads what another has stored.
     """
     scale = in_float32(scale)
     tile, query, bh = split_program(tl.cdiv(V, BV), G)
@@ -60,7 +59,7 @@ def slot_attention_token_kernel(
         g_ = tl.load(g + bh * M + m, mask=in_m, other=0.0)
         Sk = tl.zeros([BK, BM], tl.float32)
         Sv = tl.zeros([BM, BV], tl.float32)
-        # Both are loaded before either is needed.
+        # Issue both loads before the first use.
         if initial_k is not None:
             Sk = tl.load(initial_k + at_Sk, mask=in_Sk, other=0.0).to(tl.float32)
         if initial_v is not None:
@@ -70,7 +69,7 @@ def slot_attention_token_kernel(
         Sk = decayed(Sk, g_[None, :])
         Sk += k_[:, None] * s_[None, :]
         logits = tl.where(in_m, tl.sum(Sk * q_[:, None], 0), float("-inf"))
-        # 2. The state of the values, read with their softmax.
+        # 2. The state of the values, read with the softmax of the logits.
         Sv = decayed(Sv, g_[:, None])
         Sv += s_[:, None] * v_[None, :]
         before = largest

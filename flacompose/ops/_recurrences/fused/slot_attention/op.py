@@ -1,7 +1,6 @@
 """The registered op of one token of slot attention, and its backward.
 
-The op is the same function as two calls of channel decay. It exists for its kernel, which reads and writes
-both states in one launch, instead of one launch each.
+The op is the composition of two calls of channel decay, as one kernel instead of two.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from flacompose.ops._recurrences.fused.slot_attention.inputs import (
 
 
 def _flops(q: Any, k: Any, v: Any, s: Any, *_: Any, **__: Any) -> int:
-    """One write and one read of each state for every query."""
+    """One write and one read of each state per query."""
     B, T, H, G, K = q
     return 4 * B * T * H * G * s[-1] * (K + v[-1])
 

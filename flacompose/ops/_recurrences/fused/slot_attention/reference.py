@@ -1,7 +1,7 @@
 """The recurrence as the papers write it, token by token: the specification of one token of slot attention.
 
-Gated slot attention, https://arxiv.org/abs/2409.07146, section 3; without gates attention with bounded memory control,
-https://arxiv.org/abs/2110.02488, whose slots are normalised by the sum of their weights so far.
+Gated slot attention, https://arxiv.org/abs/2409.07146, section 3. Without gates it is attention with bounded-memory
+control, https://arxiv.org/abs/2110.02488, which divides each slot by the sum of its weights so far.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def slot_attention(
     initial_state: tuple[Tensor, ...]
     | None = None,  # Hk [B, H, K, M], Hv [B, H, M, V], and without g z [B, H, M]
     scale: float = 1.0,
-    weights: Callable[[Tensor], Tensor] = softmax,  # how a query weighs the slots, by its logits
+    weights: Callable[[Tensor], Tensor] = softmax,  # from the logits of a query to its weights of the slots
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """``Hk_t = Hk_{t-1} diag(exp g_t) + k_t s_t^T``; ``Hv_t`` likewise; ``o_t = Hv_t^T softmax(scale * Hk_t^T q_t)``.
 
@@ -44,7 +44,7 @@ def slot_attention(
         if g is not None:
             decay, weight = g[:, t].exp(), s[:, t]
         else:
-            # Where nothing has come yet, 0 stands for -inf, whose derivatives are NaN.
+            # Before the first write z is -inf, whose derivatives are NaN; 0 takes its place.
             empty, none = z == -torch.inf, s[:, t] == -torch.inf
             new = torch.logaddexp(torch.where(empty, 0, z), torch.where(none, 0, s[:, t]))
             new = torch.where(empty, torch.where(none, 0, s[:, t]), torch.where(none, z, new))

@@ -1,1 +1,1 @@
-"""Mamba-2's scan: head decay with its time steps, skip and gate."""
+"""Mamba-2's scan: time steps, head decay, skip connection and gate."""

@@ -1,9 +1,8 @@
 """Launches of the Triton kernels on CUDA, in float32, bfloat16 and float16.
 
-One kernel computes time steps and gates, in place of head decay's kernel of gates. The scan then applies
-skip and gate to its outputs, so that no further tensor of the size of the inputs is written and read.
-Backwards, the scan that stores the states computes the output once more, for the gradient of the gate, and
-the gradient of the scan's output.
+One kernel computes time steps and gates, in place of head decay's kernel of gates. The scan then applies skip
+and gate to its outputs before it stores them. In the backward, the scan that stores the states also recomputes
+the output, for the gradient of the gate, and computes the gradient of its own output.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
-    """The gradients that `call` wants."""
+    """The requested gradients."""
     inputs, wanted = call.inputs, call.wanted_input
     scan = _Launches(inputs, gradients=True)
     scan.prepare_gates(inputs.dt, None)
@@ -48,7 +47,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     S, dS = scan.per_chunk_state(), scan.per_chunk_state()
 
     do = call.do.contiguous()
-    # Without a gate, the gradient of the sum is that of the output.
+    # Without a gate, dy is do.
     dy = operand(do) if inputs.z is None else scan.per_token(scan.H, scan.V, dtype=operand_dtype(do))
     given = do if inputs.z is not None or d_skip is not None else None
     around = Around(**scan.skip, **scan.gate, do=given, dy=dy, dz=dz, d_skip=d_skip)
@@ -86,11 +85,10 @@ class _Launches(Launches):
             {} if D is None else {"skip": D, "E": D.shape[1], "step": int(D.shape[1] > 1)}
         )
         self.gate: dict[str, Any] = {} if z is None else dict(zip(("z", "z_token"), by_token(z), strict=True))
-        # Head decay gets `dt` in place of gates only to know that there are gates: `sum_gates` computes
-        # them.
+        # `dt` stands for the gates, which `sum_gates` computes: the base class asks only whether there are any.
         super().__init__(Scan(C, B, x, dt, initial_state=initial_state, cu_seqlens=cu_seqlens), gradients)
         assert self.tiles(transpose=False)[0] == 1, (
-            "a program gates what it reads, which must be all that is read"
+            "the gate needs the whole output of a token, so one program must read all keys"
         )
 
     def sum_gates(self, g: Tensor | None, gamma: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -19,20 +19,20 @@ from flacompose.ops._recurrences.matrix import eager as matrix
 from flacompose.ops._recurrences.matrix.inputs import SIGNATURE as SCAN
 from flacompose.ops._recurrences.matrix.inputs import Inputs as Scan
 from flacompose.ops._tensors.dtype import upcast
-from flacompose.ops._tensors.gates import bounded, forgets, log_decay, time_step
+from flacompose.ops._tensors.gates import clamped, decays_to_zero, log_decay, time_step
 from flacompose.ops._tensors.packed import without_tail
 
 
 def composed(
     inputs: Inputs, scan: Callable[..., tuple[Tensor, Tensor]], skip: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, HV, V], final_state [N, HV, K, V])``, by functions for scan and skip."""
+    """``(o [B, T, HV, V], final_state [N, HV, K, V])``, by the functions `scan` and `skip`."""
     x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens, softplus, *limit = inputs
-    # A token in no sequence may hold any number. With 0 it adds nothing to the gradients of A and dt_bias.
+    # A token in no sequence may be NaN. Set to 0, it adds nothing to the gradients of A and dt_bias.
     (dt,) = without_tail(cu_seqlens, dt)
     dt = time_step(dt, dt_bias, softplus, x, (limit[0], limit[1]))
-    g = bounded(log_decay(dt, upcast(A, x)))
-    # A literal, since with `dynamic=True` Dynamo would trace the default twice.
+    g = clamped(log_decay(dt, upcast(A, x)))
+    # `scale` is a literal, since with `dynamic=True` Dynamo would trace a default twice.
     given = Scan(C, B, x, g, beta=dt, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=1.0)
     y, final_state = scan(*given)
     return skip(y, x, D, None, z, cu_seqlens), final_state
@@ -44,12 +44,12 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
-    """The gradients that `call` wants: those of head decay and of the gated skip, and of time steps and gates."""
+    """The requested gradients, through the gated skip, head decay, gates and time steps."""
     x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens, softplus, *limit = call.inputs
     (dt,) = without_tail(cu_seqlens, dt)
     raw, free = (time_step(dt, dt_bias, passes, x) for passes in (False, softplus))
     delta, rates = free.clamp(*limit), upcast(A, x)
-    g = bounded(log_decay(delta, rates))
+    g = clamped(log_decay(delta, rates))
     scan = Scan(C, B, x, g, beta=delta, initial_state=initial_state, cu_seqlens=cu_seqlens)
 
     dy, of_skip = call.do, {}
@@ -63,7 +63,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     found = matrix.backward(BackwardCall(SCAN, scan, arriving, frozenset(wanted)))
     dx = found["v"] + of_skip.pop("x") if of_skip else found["v"]
 
-    d_delta = found["beta"] + found["g"] * rates.masked_fill(forgets(rates), 0)
+    d_delta = found["beta"] + found["g"] * rates.masked_fill(decays_to_zero(rates), 0)
     d_free = d_delta.masked_fill((free < limit[0]) | (free > limit[1]), 0)
     (ddt,) = without_tail(cu_seqlens, d_free * raw.sigmoid() if softplus else d_free)
     return call.made(

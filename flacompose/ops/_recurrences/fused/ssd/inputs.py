@@ -11,7 +11,7 @@ from flacompose.ops._operators.signature import AUTOCAST, Dtype, Signature
 
 
 class Inputs(NamedTuple):
-    """The arguments, in the order of the schema; those without `AUTOCAST` are in any float dtype."""
+    """The arguments, in the order of the schema. Arguments without `AUTOCAST` may have any float dtype."""
 
     x: Annotated[Tensor, "B T HV V", AUTOCAST]
     dt: Annotated[Tensor, "B T HV"]
@@ -24,7 +24,7 @@ class Inputs(NamedTuple):
     initial_state: Annotated[Tensor | None, "N HV K V"] = None
     cu_seqlens: Tensor | None = None  # [N + 1]
     softplus: bool = False
-    least: float = 0.0  # the bounds of time steps
+    least: float = 0.0  # time steps are at least this
     most: float = inf
 
 

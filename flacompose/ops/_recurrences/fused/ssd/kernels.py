@@ -12,7 +12,7 @@ import triton.language as tl
 from flacompose.ops._recurrences.matrix.gates_of_heads import store_sums
 from flacompose.ops._tensors.gates import lowest
 from flacompose.ops._tiles.blocks import (
-    FORGETS,
+    DECAYS_TO_ZERO,
     LOWEST_RATE,
     bounded,
     find_chunk,
@@ -26,7 +26,7 @@ LEAST_GATE = tl.constexpr(lowest(torch.float32))
 
 @triton.jit
 def _time_steps(dt, dt_bias, at, h, mask, in_h, least, most, SOFTPLUS: tl.constexpr):
-    """The number before softplus, the one after it, and the latter within its bounds."""
+    """The time steps before softplus, after softplus, and clamped."""
     x = tl.load(dt + at, mask=mask, other=0.0).to(tl.float32)
     if dt_bias is not None:
         x += tl.load(dt_bias + h, mask=in_h, other=0.0).to(tl.float32)[None, :]
@@ -53,7 +53,7 @@ def ssd_time_step_kernel(
     BH: tl.constexpr,
     SOFTPLUS: tl.constexpr,
 ):
-    """The time steps, and the running sums of their gates, of a chunk and `BH` heads."""
+    """The time steps of a chunk and `BH` heads, and the running sums of their gates."""
     row = tl.program_id(0).to(tl.int64)
     start, end = find_chunk(row, T, N, cu_seqlens, C)
     t, h = tl.arange(0, C), tl.program_id(1) * BH + tl.arange(0, BH)
@@ -73,7 +73,7 @@ def ssd_time_step_gradient_kernel(
     A,  # [H]
     dt_bias,  # [H]
     dg,  # [tokens, H], the gradient of gates
-    d_delta,  # [tokens, H], the gradient of time steps through their writes
+    d_delta,  # [tokens, H], the gradient of time steps as strengths of writes
     ddt,  # [tokens, H]
     dA,  # [chunks, H], the sums over each chunk, like `d_bias`
     d_bias,  # [chunks, H]
@@ -87,10 +87,10 @@ def ssd_time_step_gradient_kernel(
     BH: tl.constexpr,
     SOFTPLUS: tl.constexpr,
 ):
-    """The gradients of the inputs of time steps and gates, of a chunk and `BH` heads.
+    """The gradients of `dt`, `A` and `dt_bias`, of a chunk and `BH` heads.
 
-    A gate below `LEAST_GATE`, whose exponential is 0, has no gradient. Neither has a rate of -inf, and a rate
-    below `FORGETS` gives time steps none.
+    A gate below `LEAST_GATE`, whose exponential is 0, has no gradient, nor has a rate of -inf. A rate below
+    `DECAYS_TO_ZERO` passes no gradient to time steps.
     """
     row = tl.program_id(0).to(tl.int64)
     start, end = find_chunk(row, T, N, cu_seqlens, C)
@@ -103,7 +103,9 @@ def ssd_time_step_gradient_kernel(
     A_ = finite(tl.load(A + h, mask=in_h, other=0.0).to(tl.float32))
     leaves_nothing = (A_ == LOWEST_RATE)[None, :] | (delta * A_[None, :] < LEAST_GATE)
     dg_ = tl.where(leaves_nothing, 0.0, tl.load(dg + at, mask=mask, other=0.0))
-    d_free = tl.load(d_delta + at, mask=mask, other=0.0) + dg_ * tl.where(A_ < FORGETS, 0.0, A_)[None, :]
+    d_free = (
+        tl.load(d_delta + at, mask=mask, other=0.0) + dg_ * tl.where(A_ < DECAYS_TO_ZERO, 0.0, A_)[None, :]
+    )
     d_free = tl.where((free < least) | (free > most), 0.0, d_free)
     if SOFTPLUS:
         d_free *= tl.sigmoid(x)

@@ -16,8 +16,7 @@ from flacompose.ops._recurrences.fused.ssd.inputs import SIGNATURE, Inputs
 from flacompose.ops._recurrences.matrix import op as matrix
 from flacompose.ops._tensors.dtype import autocast_dtype
 
-# The most keys of a state: the read of a larger one is a sum over several programs, and the gate comes after
-# it.
+# The most keys of a state. Several programs share the read of a larger state, and none could gate its sum.
 LARGEST = 256
 
 
@@ -31,9 +30,9 @@ operator = define_ops(SIGNATURE, eager, forms=("forward",), flops=_flops)["forwa
 def ssd(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``.
 
-    On CUDA it is one operator, also in graphs, whose kernels compute the skip and the gate around the scan
-    too. Other devices, exported graphs, and sequence parallel calls, which pass the state on, compute PyTorch
-    operations around that of head decay. Autocast does not cast `x` in the skip.
+    On CUDA it is one operator, also in graphs, whose kernels include skip and gate. Other devices, exported
+    graphs and sequence parallel calls compose it of head decay and PyTorch operations; so does autocast to
+    another dtype than that of `x`, since it does not cast the `x` of the skip.
     """
     x = inputs.x
     kernels = x.is_cuda and x.dtype != torch.float64 and inputs.B.shape[3] <= LARGEST

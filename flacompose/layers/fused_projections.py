@@ -1,4 +1,4 @@
-"""One matrix product instead of several, for the projections of a module that read the same input."""
+"""Fused projections: one matrix product instead of several that read the same input."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from torch import Tensor, nn
 from flacompose._errors import TypeError, ValueError
 from flacompose.ops._tensors.dtensor import split
 
-# Rows of the joint weight, and with them outputs of each token, are filled up to a multiple of this. Matrix products of
-# 16-bit numbers are fast where rows take a multiple of 16 bytes.
+# The number of rows of the fused weight is padded to a multiple of this, since products of 16-bit numbers are fast if
+# the outputs of a token take a multiple of 16 bytes.
 _MULTIPLE = 8
 
 
-class Joinable(nn.Module):
-    """A module in which several linear maps read the same input, which `join_projections` replaces by one."""
+class FusesProjections(nn.Module):
+    """A module whose projections read the same input, so that `join_projections` can fuse them."""
 
-    # The paths of these maps, some of which a module may lack: of a child, or of the first part of a `nn.Sequential`.
-    # Small ones come last, so that the outputs of large ones begin at a multiple of 16 bytes too.
-    joinable: ClassVar[tuple[str, ...]] = ()
-    # Once they are joined: how many outputs each map has, in the same order, and how many zeros fill the rest.
+    # The paths of these projections: a child, or the first module of an `nn.Sequential`. A module may lack some. Small
+    # ones come last, so that the outputs of large ones begin at a multiple of 16 bytes.
+    fusible: ClassVar[tuple[str, ...]] = ()
+    # Once they are fused: the number of outputs of each projection, in the same order, and of the padding.
     joint_sizes: tuple[int, ...] = ()
     joint_proj: nn.Module
 
     def _projections(self, x: Tensor) -> list[Any]:
-        """The output for `x` of each child that `joinable` names, in the same order; None for an absent child."""
+        """The outputs for `x` of the children in `fusible`, in the same order. None for an absent child."""
         given: Any = split(self.joint_proj(x), self.joint_sizes, -1) if self.joint_sizes else x
-        children = [self._modules.get(path.partition(".")[0]) for path in self.joinable]
+        children = [self._modules.get(path.partition(".")[0]) for path in self.fusible]
         return [None if child is None else child(given) for child in children]
 
 
 class Part(nn.Module):
-    """A module in the place of a joined map, which returns the map's part of the joint product."""
+    """A module in place of a fused projection. It selects the outputs of this projection from the fused product."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Part(nn.Module):
     def forward(self, parts: tuple[Tensor, ...]) -> Tensor:
         if isinstance(parts, Tensor):
             raise TypeError(
-                "a projection that join_projections has joined must be called with the parts of the joint product, "
+                "a projection that join_projections has joined must be called with the parts of the fused product, "
                 "got a tensor: the weight is now in joint_proj of the layer"
             )
         return parts[self.index]
@@ -54,40 +54,39 @@ class Part(nn.Module):
 
 
 def join_projections(module: nn.Module) -> None:
-    """Make those projections of each layer in `module` that read the same input one matrix product.
+    """Fuse the projections of each layer in `module` that read the same input into one matrix product.
 
-    It changes `module` in place. A layer computes what it computed before, up to rounding, with fewer kernels. That is
-    for calls of few tokens, as in generation, where most of the time of a product is spent on reading its weight or on
-    launching its kernel. A layer of `flacompose.layers`, and in a model also a feed-forward network and
-    softmax attention, gets one ``nn.Linear`` called ``joint_proj``:
+    It changes `module` in place. The results are the same up to rounding, from fewer kernels. This makes calls of few
+    tokens faster, as in generation, where a product spends most of its time on reading the weight or on launching the
+    kernel. Each layer of `flacompose.layers`, and each feed-forward network and softmax attention of a model, gets one
+    ``nn.Linear`` called ``joint_proj``:
 
-    - It has the rows of the queries, keys, values, output gates, decays and of any other projection of the layer's
-      input. Of a low-rank pair it has the first matrix. Rows of zeros fill it up to a multiple of 8.
-    - If one of these projections has a bias, so has ``joint_proj``, with zeros for the others, which training changes.
-    - A module without parameters takes the place of each of these projections.
-    - Layers that mix their inputs, as those of RWKV6 and RWKV7, and layers that have one projection from the start, as
-      `Mamba2`, stay as they are. So do layers that are joined already.
+    - Its rows are those of the projections to queries, keys, values, output gates, decays and so on, and of the first
+      matrix of low-rank pairs. Rows of zeros pad it to a multiple of 8.
+    - If one of the projections has a bias, ``joint_proj`` has a bias too. It is 0 for projections without a bias, until
+      training changes it.
+    - A module without parameters replaces each of the projections.
+    - Some layers are not changed: those that mix their inputs first, such as RWKV6 and RWKV7, those with one projection
+      from the start, such as `Mamba2`, and those that are fused already.
 
-    The layers then have other parameters, in other places of the state dict. So load checkpoints, merge adapters and
-    convert dtypes before this call. Quantise, compile, export, make optimisers and make a
-    [Decoder][flacompose.models.Decoder] after it: a CUDA graph that was recorded before reads weights that are freed
-    here. Gradients that the old parameters hold are lost. Sharded layers cannot be joined, nor joined ones be sharded
-    by heads.
+    The parameters and their names in the state dict change. So load checkpoints, merge adapters and convert dtypes
+    before this call. Quantise, compile, export, make optimisers and make a [Decoder][flacompose.models.Decoder] after
+    it: a CUDA graph that was recorded before would read freed weights. Gradients of the old parameters are lost.
+    Sharded layers cannot be fused, and fused layers cannot be sharded by heads.
 
     Args:
         module: A layer, a `RecurrentLM`, or any module that contains them.
 
     Raises:
-        TypeError: If `module` is no module, or a projection in it is not a plain ``nn.Linear`` with plain parameters,
-            as where it is quantised, adapted, sharded or parametrised.
-        ValueError: If `module` contains no layer whose projections can be joined, or a projection or a parameter of it
-            has hooks or shares its memory with another, or the projections of a layer differ in dtype, device, number
-            of inputs or whether they require gradients. All layers are checked first: after such an error nothing is
-            changed.
+        TypeError: If `module` is no module, or a projection is not a plain ``nn.Linear`` with plain parameters, because
+            it is quantised, adapted, sharded or parametrised.
+        ValueError: If `module` contains no layer whose projections can be joined, if a projection or its parameter has
+            hooks or shares memory with another, or if the projections of a layer differ in dtype, device, number of
+            inputs or `requires_grad`. All layers are checked first, so after an error nothing has changed.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-    found = {path: m for path, m in module.named_modules() if isinstance(m, Joinable)}
+    found = {path: m for path, m in module.named_modules() if isinstance(m, FusesProjections)}
     if not found:
         raise ValueError(
             f"module must contain a layer whose projections can be joined, got {type(module).__name__}"
@@ -96,9 +95,9 @@ def join_projections(module: nn.Module) -> None:
 
 
 def join(module: nn.Module, found: Mapping[str, Any]) -> None:
-    """Join the maps of the modules `found` in `module`, by their paths: each has the attributes of a `Joinable`."""
+    """Fuse the projections of the layers `found` in `module`, by path. Each is like a `FusesProjections`."""
     places = _places(module)
-    separate = {path: m for path, m in found.items() if not m.joint_sizes and len(joined_paths(m)) > 1}
+    separate = {path: m for path, m in found.items() if not m.joint_sizes and len(fusible_paths(m)) > 1}
     for path, layer in separate.items():
         _check(f"{path}." if path else "", layer, places)
     with torch.inference_mode(False), torch.no_grad():
@@ -106,13 +105,13 @@ def join(module: nn.Module, found: Mapping[str, Any]) -> None:
             _join(layer)
 
 
-def joined_paths(layer: Any) -> list[str]:
-    """The paths of the maps that `layer` has: an output gate, for example, may be absent."""
-    return [path for path in layer.joinable if getattr(layer, path.partition(".")[0], None) is not None]
+def fusible_paths(layer: Any) -> list[str]:
+    """The paths in `layer.fusible` that exist. For example, a layer may have no output gate."""
+    return [path for path in layer.fusible if getattr(layer, path.partition(".")[0], None) is not None]
 
 
 def _places(module: nn.Module) -> Counter[int]:
-    """How often each module, by its ``id``, and each parameter, by its `_memory`, occurs in `module`."""
+    """The number of occurrences in `module` of each module, by ``id``, and each parameter, by `_memory`."""
     places: Counter[int] = Counter()
     for m in module.modules():
         places.update(id(child) for child in m._modules.values())
@@ -121,14 +120,14 @@ def _places(module: nn.Module) -> Counter[int]:
 
 
 def _memory(p: Tensor) -> int:
-    """A number for the memory of `p`, even on the meta device: two parameters may share it."""
+    """An identifier of the memory of `p`, which two parameters may share. It works on the meta device too."""
     return p.untyped_storage()._cdata
 
 
 def _check(prefix: str, layer: Any, places: Counter[int]) -> None:
-    """Check that the maps of `layer` can be joined. Errors call them by `prefix` and their path."""
+    """Check that the projections of `layer` can be fused. Errors name them by `prefix` and path."""
     linears: dict[str, nn.Linear] = {}
-    for path in joined_paths(layer):
+    for path in fusible_paths(layer):
         child, _, inner = path.partition(".")
         name, m = prefix + child, getattr(layer, child)
         if inner:
@@ -148,7 +147,7 @@ def _check(prefix: str, layer: Any, places: Counter[int]) -> None:
 
 
 def _check_module(name: str, m: nn.Module, expected: type[nn.Module], places: Counter[int]) -> None:
-    if type(m) is not expected:  # a subclass may compute something else
+    if type(m) is not expected:  # a subclass may compute another function
         raise TypeError(
             f"{name} must be a plain nn.{expected.__name__} to be joined, got a {_name(m)}: merge adapters "
             "before projections are joined, and quantise after it"
@@ -177,7 +176,7 @@ def _name(x: object) -> str:
 
 
 def _kinds(m: nn.Linear) -> dict[str, set[Any]]:
-    """The properties that all parameters of all maps must share."""
+    """The properties that all projections must share."""
     parameters = list(m.parameters())
     return {
         "dtype": {p.dtype for p in parameters},
@@ -192,8 +191,8 @@ def _listed(values: set[Any]) -> str:
 
 
 def _join(layer: Any) -> None:
-    """Replace the maps of `layer`, which have been checked."""
-    paths = joined_paths(layer)
+    """Fuse the projections of `layer`, which have been checked."""
+    paths = fusible_paths(layer)
     linears = [layer.get_submodule(path) for path in paths]
     weights: list[Tensor] = [m.weight for m in linears]
     biases: list[Tensor | None] = [m.bias for m in linears]
@@ -203,7 +202,7 @@ def _join(layer: Any) -> None:
         sizes.append(fill)
         weights.append(weights[0].new_zeros(fill, weights[0].shape[1]))
         biases.append(None)
-    # On the meta device, so that no first values are drawn.
+    # On the meta device, so that no values are drawn.
     joint = nn.Linear(weights[0].shape[1], sum(sizes), bias=False, device="meta")
     requires_grad = weights[0].requires_grad
     joint.weight = nn.Parameter(torch.cat(weights), requires_grad)
