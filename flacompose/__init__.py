@@ -9,5 +9,5 @@ from flacompose.ops._operators.checked import checked
 __version__ = "0.6.0"
 __all__ = ["checked", "layers", "models", "ops"]
 
-if not TYPE_CHECKING:  # which would take every name for one of the module
+if not TYPE_CHECKING:  # a type checker would accept every name through it
     __getattr__ = absent_from(__name__)

@@ -1,9 +1,9 @@
-"""The errors of wrong arguments: Python's own, whose text `torch.compile` shows first.
+"""ValueError and TypeError whose message `torch.compile` shows first.
 
-An error in code that Dynamo traces is reported as "Observed exception", after explanations of Dynamo and
-hints that do not help, with its text at the end. The report of these errors begins with the text. A file
-whose errors users see while their code is compiled imports both from here, under Python's names, and raises
-them as usual. Outside a trace they are just subclasses of Python's, whose `__new__` keeps the message.
+Dynamo reports an error in traced code as "Observed exception" with explanations and hints, and puts the message
+at the end. The report of these errors begins with the message. A file whose errors users see while they compile
+imports both from here, by Python's names. Outside a trace they are just subclasses of Python's errors, whose
+`__new__` keeps the message.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The private names of PyTorch's compiler that this package uses. They are slow to import: only `Decoder` does."""
+"""The private names of PyTorch's compiler that this package uses. Only `Decoder` imports them, since it is slow."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What flash-linear-attention has and flacompose has not: an error that meets it says what to write in its place.
+"""Hints in errors for names and arguments that flash-linear-attention has and flacompose does not have.
 
-A call that is right meets no more of this than one look at its keywords.
+A valid call costs only a comparison of its keywords.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SIZE = "leave it out; chunks have a fixed size"
 _STRENGTH = "leave it out; gates of any strength are computed without it"
 _KERNELS = "leave it out; it chooses among kernels of flash-linear-attention"
 _PAIRS = "leave it out; the matrix of all pairs of tokens is never computed"
-# What to write in place of an argument, by its name, or by a function or class and the name.
+# The replacement of an argument, by its name, or by a function or class and the name.
 KEYWORDS = {
     "state_v_first": _LAYOUT,
     "transpose_state_layout": _LAYOUT,
@@ -73,7 +73,8 @@ KEYWORDS = {
     "do_sample": "leave it out; a temperature above 0 samples",
     "max_length": "pass max_new_tokens=, which does not count the prompt",
 }
-# Where the order differs: the last argument before that, and the next ones of flash-linear-attention.
+# Functions whose order of arguments differs: the last argument before the difference, and the next arguments in
+# flash-linear-attention.
 _OF_LAYERS = "hidden_states", "attention_mask, past_key_values, use_cache"
 ORDERS = {
     "causal_conv1d": ("bias", "residual, initial_state"),
@@ -107,7 +108,7 @@ ORDERS = {
     "GatedRMSNorm.__init__": ("eps", "activation, device"),
     "RecurrentLM.forward": ("input_ids", "attention_mask, inputs_embeds, past_key_values"),
 }
-# What to write in place of a function or a package.
+# The replacement of a function or a package.
 _MAP = "use chunk_linear_attn of mapped keys and queries, as the layer {} does"
 NAMES = {
     "chunk_gdn": "use chunk_gated_delta_rule, the same function",
@@ -129,7 +130,7 @@ NAMES = {
 
 
 def explained(function: Callable[P, Result]) -> Callable[P, Result]:
-    """`function`, whose errors say what to write in place of an argument of flash-linear-attention."""
+    """`function`, whose errors name the replacement of an argument of flash-linear-attention."""
     name, parameters = function.__qualname__, list(signature(function).parameters)
     known = frozenset(parameters)
 
@@ -144,8 +145,8 @@ def explained(function: Callable[P, Result]) -> Callable[P, Result]:
                 _compare_orders(error, name, parameters, len(args))
             raise
 
-    # If Dynamo compiled this where a compiled call begins with it, an argument given by keyword would need another
-    # graph than the same by position. It tells functions apart by their code, so each has its own.
+    # Dynamo must not compile this wrapper, or calls by keyword and by position would need different graphs. It
+    # identifies functions by their code, so each wrapper has its own.
     code = call.__code__.replace(co_name=function.__name__)  # type: ignore[attr-defined]
     leave_uncompiled(code)
     call.__code__ = code  # type: ignore[attr-defined]
@@ -153,9 +154,9 @@ def explained(function: Callable[P, Result]) -> Callable[P, Result]:
 
 
 def _refuse(name: str, parameters: list[str], keywords: list[str]) -> None:
-    """Raise an error if one of the `keywords`, which are unknown, is of flash-linear-attention, or is misspelt.
+    """Raise an error if one of the unknown `keywords` is of flash-linear-attention or is misspelt.
 
-    Otherwise the call itself raises one, whose words Dynamo would put last.
+    Without it the call itself would raise an error, whose message Dynamo would put last.
     """
     owner = name.split(".")[0]
     for keyword in keywords:
@@ -170,14 +171,16 @@ def _refuse(name: str, parameters: list[str], keywords: list[str]) -> None:
 
 
 def _compare_orders(error: Exception, name: str, parameters: list[str], given: int) -> None:
-    """Add to an `error` about an argument that was given by position what stands there in flash-linear-attention."""
+    """Add the order in flash-linear-attention to an `error` about an argument that was given by position."""
     if name not in ORDERS or len(error.args) != 1:
         return
     last, theirs = ORDERS[name]
     same = parameters.index(last) + 1
     ours = parameters[same : same + theirs.count(",") + 1]
     message = str(error)
-    of_one = message.split(" ")[0] in parameters[same:given]  # and not a part of it, as "state[0]" is
+    of_one = (
+        message.split(" ")[0] in parameters[same:given]
+    )  # the argument itself, not a part such as "state[0]"
     if given > same and (of_one or "positional argument" in message):
         error.args = (
             f"{error}. Arguments after {last} are {theirs} in flash-linear-attention, and {', '.join(ours)} here: "
@@ -186,17 +189,17 @@ def _compare_orders(error: Exception, name: str, parameters: list[str], given: i
 
 
 def absent_from(module: str) -> Callable[[str], NoReturn]:
-    """``__getattr__`` of a `module`, whose errors say what to write in place of a name of flash-linear-attention."""
+    """``__getattr__`` of a `module`, whose errors name the replacement of a name of flash-linear-attention."""
 
     def __getattr__(name: str) -> NoReturn:
         words = None if name.startswith("_") else _words(module, name)
         text = f"module {module!r} has no attribute {name!r}" + (f": {words}" if words else "")
-        # The statement `from module import name` shows what an ImportError says, but not what an AttributeError says,
-        # and looks for a submodule only after the latter.
+        # `from module import name` shows the message of an ImportError, but hides that of an AttributeError, after
+        # which it looks for a submodule.
         importing = sys._getframe(1).f_code.co_name == "_handle_fromlist"
         if words and importing and find_spec(f"{module}.{name}") is None:
             error = ImportError(text, name=module)
-            vars(error)["name_from"] = name  # by which Python finds a similar name
+            vars(error)["name_from"] = name  # Python finds a similar name by it
             raise error
         raise AttributeError(text, name=name, obj=sys.modules[module])
 
@@ -204,7 +207,7 @@ def absent_from(module: str) -> Callable[[str], NoReturn]:
 
 
 def _similar(name: str, names: Iterable[str]) -> str:
-    """Those of the `names` that are `name` but for a letter or two, as "a or b"."""
+    """The `names` that differ from `name` by a letter or two, as "a or b"."""
     apart = {x: (len(x) + len(name)) * (1 - SequenceMatcher(None, x, name).ratio()) for x in names}
     return " or ".join(x for x in sorted(apart, key=lambda x: apart[x]) if apart[x] < 2.5)
 

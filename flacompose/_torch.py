@@ -1,7 +1,7 @@
-"""The private names of PyTorch that this package uses; those that are slow to import are in ``_inductor.py``.
+"""The private names of PyTorch that this package uses, except for ``_inductor.py``, which is slow to import.
 
 PyTorch may move or remove a private name in any release. The import of this package then fails here, with an error that
-names the releases it is tested with. No other file imports a private name.
+names the tested releases. No other file imports a private name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TESTED = "2.11 to 2.14"
 
 @contextmanager
 def private_names() -> Iterator[None]:
-    """Within it, private names are imported, and one that is gone is reported beside the releases that have it."""
+    """Turn a failed import of a private name into an error that names the tested releases."""
     try:
         yield
     except (ImportError, AttributeError) as error:
@@ -54,7 +54,7 @@ with private_names():
     ExcludeDispatchKeyGuard = _C._ExcludeDispatchKeyGuard
     assert_async = torch._assert_async
     collectives = torch.ops._c10d_functional
-    # Read when they are needed, and touched here so that a release without them fails now.
+    # Used where they are needed, and read here so that the import of this package fails in a release without them.
     _ = forward_ad._current_level, pytree._register_namedtuple, torch.compiler._is_exporting_flag
     if torch.distributed.is_available():
         collectives.all_gather_into_tensor, collectives.reduce_scatter_tensor, collectives.wait_tensor  # noqa: B018
@@ -63,39 +63,41 @@ AUTOCAST_KEYS = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(Dispatc
 
 
 def assume_constant_result(function: AnyFunction) -> AnyFunction:
-    """`torch.compiler.assume_constant_result`, which would import all of Dynamo.
+    """Like `torch.compiler.assume_constant_result`, which would import all of Dynamo.
 
-    A Dynamo that reads no such mark traces the function, and guards on what it returns.
+    A release of Dynamo that ignores the mark traces the function, and guards on its result.
     """
     vars(function)["_dynamo_marked_constant"] = True
     return function
 
 
 def leave_uncompiled(code: CodeType) -> None:
-    """Have Dynamo compile what this code calls, in the place of it, where a compiled call begins with it.
+    """Have Dynamo skip this code at the start of a compiled call, and compile the functions that it calls.
 
-    It is `torch._dynamo.eval_frame.skip_code`, which would import all of Dynamo.
+    Like `torch._dynamo.eval_frame.skip_code`, which would import all of Dynamo.
     """
     eval_frame.set_code_exec_strategy(code, _SKIPPED)
 
 
-# The code of functions that catch errors of what they call, to raise others, and the names of these errors.
+# For functions that catch errors of their callees and raise others: by their code, the names of the caught errors.
 catching: dict[CodeType, tuple[str, ...]] = {}
 
 
 def report_from_trace(error: str, message: str) -> None:
-    """Have Dynamo, which traces this call, report an error that begins with these two. Outside a trace, do nothing."""
+    """Have Dynamo, which traces this call, report an error that begins with these arguments."""
     with private_names():
-        from torch._dynamo.comptime import comptime  # slow to import, and while Dynamo traces it is imported
+        from torch._dynamo.comptime import (
+            comptime,
+        )  # slow to import, and imported already while Dynamo traces
 
     comptime(_report)
 
 
 def _report(trace: Any) -> None:
-    """What is called by Dynamo, with the locals of the function that it traces.
+    """Raise the error of untraceable code, unless a traced function will catch the reported error.
 
-    It raises what Dynamo raises of code that it cannot trace, unless the error will be caught. That is an error where
-    all has to be one graph, and elsewhere a reason to run the code as it is, which then raises its own error.
+    Dynamo calls it with the locals of `report_from_trace`. With ``fullgraph=True`` the error reaches the user.
+    Otherwise Dynamo runs the code untraced, which then raises its own error.
     """
     with private_names():
         from torch._dynamo.exc import Unsupported
@@ -113,14 +115,14 @@ def _report(trace: Any) -> None:
 
 
 def _traced(x: Any) -> Any:
-    """What Dynamo's `x` stands for: a constant, the number that a symbol has in this call, a tuple or a string."""
+    """The value of Dynamo's variable `x`: a constant, the number behind a symbol, a tuple or a string."""
     x = x.realize()
     if x.is_python_constant():
         return x.as_python_constant()
     if hasattr(x, "sym_num"):
         try:
             return torch.fx.experimental.symbolic_shapes.guard_scalar(x.sym_num)
-        except RuntimeError:  # only the data know it
+        except RuntimeError:  # it depends on data
             return x.sym_num
     if hasattr(x, "format_string"):
         named = {name: _traced(y) for name, y in x.sym_kwargs.items()}
@@ -129,7 +131,7 @@ def _traced(x: Any) -> Any:
 
 
 def is_exporting() -> bool:
-    """Whether a program is being exported. Dynamo of PyTorch 2.11 says so of every graph."""
+    """Whether a program is being exported. In PyTorch 2.11 it is True in every traced graph."""
     return torch.compiler._is_exporting_flag
 
 
@@ -139,12 +141,12 @@ def forward_mode_is_on() -> bool:
 
 
 def sdpa_is_plain() -> bool:
-    """Whether `scaled_dot_product_attention` is PyTorch's own, which knows of no other ranks."""
+    """Whether `scaled_dot_product_attention` is PyTorch's own, and not replaced by one across ranks."""
     return torch.nn.functional.scaled_dot_product_attention is _C._nn.scaled_dot_product_attention
 
 
 def reorders_tokens() -> bool:
-    """Whether PyTorch's `context_parallel` would cut a row into pieces that do not follow one another."""
+    """Whether PyTorch's `context_parallel` would give ranks pieces of a row that are not contiguous."""
     with private_names():
         from torch.distributed.tensor.experimental._attention import _cp_options  # slow to import
 

@@ -1,4 +1,4 @@
-"""There is no such package here, and the error says where to find what flash-linear-attention has in its own."""
+"""A package of flash-linear-attention that does not exist here. The error names the replacements."""
 
 from flacompose._peer import NAMES
 

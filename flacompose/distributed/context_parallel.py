@@ -32,36 +32,34 @@ STATES = ("initial_state", "initial_states", "Input_States")
 
 
 def context_parallel(target: Target, mesh: DeviceMesh) -> Target:
-    """`target`, of which every rank of `mesh` is given a part of the tokens: a function, or a module, in place.
+    """Make a function, or in place a module, compute tokens that the ranks of `mesh` share.
 
-    Each rank passes its own piece of the tokens, ``[B, T, ...]``: that of the first rank is the beginning of the
-    sequences, and the others follow in the order of the ranks. Pieces may differ in length and be empty. What every
-    rank passes alike is whatever has no tokens: ``cu_seqlens``, the bounds in the whole packed row; the states before
-    the first token of each sequence; parameters. Each rank gets the outputs of its own tokens, and the states after
-    the last token of each sequence, which are the same on all.
+    Each rank passes a piece ``[B, T, ...]`` of the tokens, in the order of the ranks. Pieces may differ in length and
+    be empty. All ranks pass the same tensors without tokens: ``cu_seqlens``, the bounds in the complete packed row, the
+    states before the first token of each sequence, and parameters. Each rank gets the outputs of its own tokens, and
+    the states after the last token of each sequence, which are the same on all ranks.
 
-    The loss is the sum of the losses of the ranks, all of which have to call ``backward``. What every rank has alike
-    gets this rank's part of its gradient, so that a sum over the ranks, as for data parallelism, gives the whole.
+    The loss is the sum of the losses of the ranks, and all ranks must call ``backward``. Tensors that all ranks share
+    get this rank's part of the gradient: sum over the ranks, as in data parallelism.
 
-    The ranks gather what their tokens do to a state, which is as large as a few states, and no tokens but those that a
-    short convolution or a token shift reads. Softmax attention between the recurrent layers of a `RecurrentLM` gathers
-    its keys and values, which takes pieces of one length and no pads. Everything else that the function or module
-    does, it does in each rank as before: compiled, under autocast, and in a module that is sharded along other
-    dimensions of a mesh.
+    The ranks exchange the transitions of their tokens, which are as large as a few states, and the tokens that a short
+    convolution or a token shift reads. Softmax attention in a `RecurrentLM` gathers keys and values, for which all
+    pieces need the same length and no pads. All other computations are those of one rank: compiled, under autocast, and
+    in a module that is sharded along other dimensions of a mesh.
 
     Args:
-        target: One of the functions of [flacompose.ops](../ops/gla.md) that take ``cu_seqlens``, but for those that
-            compute token by token; or a module with layers of flacompose, a `RecurrentLM` for example, or a model of
-            transformers whose recurrent layers [enable or accelerate](transformers.md) has put on these functions.
+        target: A function of [flacompose.ops](../ops/gla.md) that takes ``cu_seqlens``, but no recurrent form; or a
+            module with layers of flacompose, such as a `RecurrentLM`; or a model of transformers that is [enabled or
+            accelerated](transformers.md).
         mesh: A mesh of one dimension, such as ``mesh["cp"]`` of a larger one.
 
     Returns:
-        A function with the arguments of `target`, or `target` itself, the module, whose layers now share the tokens.
+        A function with the arguments of `target`, or the module `target` itself.
 
     Raises:
-        TypeError: If `target` is none of these, or `mesh` no `DeviceMesh`.
-        ValueError: If `mesh` has more dimensions, or a module contains no such layer, or one that cannot share tokens.
-            From a call, if tensors are on another kind of device than `mesh`, or an argument is wrong in another way.
+        TypeError: If `target` is not supported, or `mesh` is no `DeviceMesh`.
+        ValueError: If `mesh` has more dimensions, or a module contains no such layer, or a layer that cannot share
+            tokens. Calls raise it if tensors are on another kind of device than `mesh`, or an argument is wrong.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}")
@@ -99,9 +97,9 @@ def _function_across(function: Target, ranks: Ranks) -> Target:
     def across(*args: Any, **options: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | options
         if len(given) < len(args) + len(options):
-            return function(*args, **options)  # which says what is wrong
+            return function(*args, **options)  # whose error names the wrong argument
         first = next((name for name in names if getattr(given.get(name), "ndim", 0) > 2), names[0])
-        x, bounds = given.get(first), given.get("cu_seqlens")  # the first of the tokens, [B, T, ...]
+        x, bounds = given.get(first), given.get("cu_seqlens")  # the first argument with tokens, [B, T, ...]
         with shared(ranks):
             for name, y in given.items():
                 check_device(ranks, name, y)

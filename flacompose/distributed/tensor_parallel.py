@@ -1,4 +1,4 @@
-"""Tensor parallelism: the heads of every layer shared out among the ranks."""
+"""Tensor parallelism: ranks share the heads of every layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flacompose.models import RecurrentLM
 from flacompose.models.feed_forward import SwiGLU
 from flacompose.models.softmax_attention import SoftmaxAttention
 
-# Projections to heads: each rank computes the outputs of its own heads. Of a low-rank pair only the second is one.
+# Projections to heads: each rank computes its own heads. Of a low-rank pair, this is the second projection.
 _TO_HEADS = (
     "q_proj", "k_proj", "v_proj", "g_proj", "f_proj", "i_proj", "s_proj", "a_proj", "b_proj", "w_proj", "gk_proj",
     "f_proj.1", "g_proj.1", "gk_proj.1",
@@ -31,13 +31,13 @@ _TO_HEADS = (
     "dt_proj",  # Mamba
     "r_proj", "w_lora.lora.2", "v_lora.lora.2", "a_lora.lora.2", "g_lora.lora.2",  # RWKV7
     "q", "k", "v", "ogate_preact", "igate_preact", "fgate_preact",  # mLSTM
-    "gate_proj", "up_proj", "key.linear", "key",  # feed-forward networks, whose channels take the place of heads
+    "gate_proj", "up_proj", "key.linear", "key",  # feed-forward networks, sharded by channels
 )  # fmt: skip
-# Projections from heads: each rank multiplies its own heads, and the products are summed over all ranks.
+# Projections from heads: each rank multiplies its own heads, and the ranks sum the products.
 _FROM_HEADS = ("o_proj", "out_proj", "linear_out", "x_proj", "down_proj", "value")
-# Projections whose outputs are not ordered by heads, or are needed whole: computed in parts, and gathered.
+# Projections with outputs that are not ordered by heads, or that every rank needs: computed in parts, and gathered.
 _GATHERED = ("in_proj", "receptance.linear")
-# Parameters of a layer itself whose first dimension is that of the heads, or of their channels.
+# Parameters of a layer itself whose first dimension is heads, or channels of heads.
 _OF_HEADS = (
     "A_log", "dt_bias", "D", "decay", "bonus", "k_k", "k_a", "r_k",
     "B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o",  # Mamba-3
@@ -45,40 +45,37 @@ _OF_HEADS = (
 
 
 def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:
-    """The plan by which ``torch.distributed.tensor.parallel.parallelize_module`` shares out the heads of `module`.
+    """The plan for ``torch.distributed.tensor.parallel.parallelize_module`` to shard `module` by heads.
 
-    ``parallelize_module(module, mesh, tensor_parallel_plan(module))`` changes `module` in place. It is then called as
-    before, with the same plain tensors on every rank, and gives the same outputs and gradients. All of its parameters
-    are then DTensors: those of heads are sharded, the others are the same on every rank. In the new states every rank
-    has the heads that are its own, as DTensors.
+    ``parallelize_module(module, mesh, tensor_parallel_plan(module))`` changes `module` in place. Call it as before,
+    with the same plain tensors on every rank. Outputs and gradients are the same. All parameters become DTensors:
+    parameters of heads are sharded, other parameters are replicated. New states are DTensors that are sharded by heads.
 
-    - Projections to heads are ``ColwiseParallel``, those from heads to the output ``RowwiseParallel``: of a low-rank
-      pair only the second projection is sharded.
+    - Projections to heads are ``ColwiseParallel``, projections from heads to the output ``RowwiseParallel``. Of a
+      low-rank pair only the second projection is sharded.
     - Short convolutions, decay rates and biases of each head, and norms over all heads are sharded like the heads. A
-      norm of each head and a feature map, which have one weight for all heads, are the same on every rank.
+      norm of each head and a feature map have one weight for all heads, and are replicated.
     - In a `RecurrentLM` the feed-forward networks, the embeddings and the projection to logits are sharded too.
 
     The number of heads, `num_v_heads` where a layer has it and else `num_heads`, must be a multiple of the number of
     ranks. Otherwise ``parallelize_module`` raises a ValueError before this plan has changed anything. `num_kv_heads`,
-    `num_heads` beside `num_v_heads`, groups, and the steps of a gated delta product may be of any number: what ranks
-    cannot share out, they gather. Only in `GatedSlotAttention`, whose states have the heads of keys, every rank then
-    computes the whole recurrence, also with one head of keys. The plan needs PyTorch 2.13: in 2.11, DTensor has no
-    correct gradients of the layers. A parallel module raises an error in ``torch.inference_mode()``, where DTensor does
-    not compute rightly: ``torch.no_grad()`` takes its place. It is not made for ``torch.compile``.
+    `num_heads` beside `num_v_heads`, groups, and the steps of a gated delta product may have any number: the ranks
+    gather tensors that they cannot shard. Then every rank computes the complete recurrence in `GatedSlotAttention`,
+    whose states have the heads of keys. The plan needs PyTorch 2.13: in 2.11, DTensor has wrong gradients of the
+    layers. Use ``torch.no_grad()``: in ``torch.inference_mode()``, where DTensor computes wrong results, a parallel
+    module raises an error. ``torch.compile`` is not supported.
 
     Args:
-        module: A layer, a `RecurrentLM`, or a module that contains them. The rest of such a module has to be able to
-            compute with DTensors.
+        module: A layer, a `RecurrentLM`, or a module that contains them and otherwise works with DTensors.
 
     Returns:
-        The plan: a style for every path of a submodule that needs one, and for ``""``, the module itself, one that
-        makes DTensors of what is left, of what comes in, and plain tensors of the outputs. It holds for one mesh
-        dimension.
+        The plan: a style for each submodule that needs one, by path, and for ``""``, the module itself, a style that
+        turns other parameters and inputs into DTensors and outputs into plain tensors. It is for one mesh dimension.
 
     Raises:
         TypeError: If `module` is no module.
-        ValueError: If `module` contains no layer, or softmax attention, for which DTensor has no rule on the CPU, or a
-            layer that [join_projections][flacompose.layers.join_projections] has changed.
+        ValueError: If `module` contains no layer of flacompose, or softmax attention, for which DTensor has no rule on
+            the CPU, or a layer that [join_projections][flacompose.layers.join_projections] has changed.
         RuntimeError: If PyTorch is older than 2.13.
     """
     if torch.__version__ < "2.13":
@@ -112,7 +109,7 @@ def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def _styles(part: nn.Module) -> Iterable[tuple[str, ParallelStyle]]:
-    """The path and the style of each submodule of a layer, a feed-forward network or a model that needs a style."""
+    """The path and the style of each submodule of `part` that needs a style."""
     if isinstance(part, RecurrentLM):
         yield "embeddings", ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
         if hasattr(part, "lm_head"):
@@ -128,7 +125,7 @@ def _styles(part: nn.Module) -> Iterable[tuple[str, ParallelStyle]]:
                 yield name, ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
             elif isinstance(m, nn.Linear) and name in _TO_HEADS:
                 yield name, ColwiseParallel(use_local_output=False)
-            # Mamba and Mamba2 gather their channels.
+            # Mamba and Mamba2 gather the channels of their convolutions.
             elif isinstance(m, ShortConvolution) and not isinstance(part, (Mamba, Mamba2)):
                 yield name, _Sharded()
             elif isinstance(m, RGLRUGates):
@@ -138,7 +135,7 @@ def _styles(part: nn.Module) -> Iterable[tuple[str, ParallelStyle]]:
 
 
 class _Checked(ParallelStyle):
-    """`style`, the first of a plan, once it is clear that the ranks can share out the heads of all `layers`."""
+    """The first style of a plan. It checks first that the ranks can shard the heads of all `layers`."""
 
     def __init__(self, style: ParallelStyle, layers: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -152,7 +149,7 @@ class _Checked(ParallelStyle):
         ranks = device_mesh.size()
         for path, layer in self.layers.items():
             argument = "num_v_heads" if hasattr(layer, "num_v_heads") else "num_heads"
-            # Layers without heads have channels, of which ranks may get unlike numbers.
+            # Layers without heads are sharded by channels, whose number ranks need not divide.
             heads = getattr(layer, argument, 0)
             if heads % ranks != 0:
                 raise ValueError(
@@ -164,7 +161,7 @@ class _Checked(ParallelStyle):
 
 
 class _Sharded(ParallelStyle):
-    """Parameters of a module itself, all or the named ones, are sharded along their first dimension."""
+    """Shard the parameters of a module itself, all or the given names, along their first dimension."""
 
     def __init__(self, names: tuple[str, ...] | None = None) -> None:
         super().__init__()
@@ -179,7 +176,7 @@ class _Sharded(ParallelStyle):
 
 
 class _Root(_Sharded):
-    """The module that a plan is of: what no other entry shards is the same on every rank, and so are its outputs."""
+    """The style of the module of a plan. Parameters without a style, and outputs, are the same on every rank."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
@@ -190,9 +187,9 @@ class _Root(_Sharded):
 
 
 def _enter(mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Plain tensors among the arguments, which are the same on every rank, as DTensors that say so."""
+    """The arguments, with plain tensors, the same on every rank, as replicated DTensors."""
     if torch.is_inference_mode_enabled():
-        # PyTorch would cut views of DTensors wrongly there, and pass over how the ops are sharded.
+        # There PyTorch would split views of DTensors wrongly, and ignore the sharding of ops.
         raise RuntimeError(
             f"a {type(module).__name__} that tensor_parallel_plan has sharded must be called outside of "
             "torch.inference_mode(), got a call in it: use torch.no_grad()"
@@ -207,7 +204,7 @@ def _enter(mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _leave(mesh: DeviceMesh, module: nn.Module, args: Any, output: Any) -> Any:
-    """Outputs as plain tensors; the states beside them stay DTensors, of which every rank has its heads."""
+    """Outputs as plain tensors. States stay DTensors that are sharded by heads."""
     replicated = [Replicate()] * mesh.ndim
     y, *state = output if isinstance(output, tuple) else (output,)
     y = y.redistribute(mesh, replicated).to_local() if isinstance(y, DTensor) else y

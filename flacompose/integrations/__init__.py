@@ -1,1 +1,1 @@
-"""Models of other libraries on flacompose's layers."""
+"""Models of other libraries on flacompose's ops and layers."""

@@ -1,8 +1,8 @@
-"""Models of transformers whose tokens are shared out among ranks, for `flacompose.distributed.context_parallel`.
+"""Models of transformers for `flacompose.distributed.context_parallel`.
 
-Their recurrent layers call ops of this library, which hand on the states of recurrences and convolutions from rank to
-rank. Of the modules between these layers, only softmax attention mixes tokens. PyTorch's own `context_parallel`
-computes it across the same ranks, where a model calls `scaled_dot_product_attention` within it.
+The recurrent layers call ops of this library, which pass the states of recurrences and convolutions from rank to rank.
+Of the other modules, only softmax attention mixes tokens. A model is called within PyTorch's own `context_parallel`,
+which computes `scaled_dot_product_attention` across the same ranks.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from flacompose.integrations.modeling.arguments import finder_of_caches
 from flacompose.integrations.transformers import recurrent_layers, runs_on
 from flacompose.ops._parallel.ranks import Ranks, bounds_of_rank, check_device, lengths_of_ranks, shared
 
-# Layers that mix tokens with their neighbours by modules of their own beside the ops.
+# Layers that mix neighbouring tokens in modules of their own, outside the ops.
 MIXING = ("ZayaCCAProjection", "Glm5NextTextAttention", "Inkling2DynamicShortConvolution")
 
 
 def share(model: nn.Module, ranks: Ranks) -> bool:
-    """Compute the recurrent layers of transformers in `model` across `ranks`, in place; return whether it has any."""
+    """Compute the recurrent layers of transformers in `model` across `ranks`; return whether there are any."""
     rows = runs_on(model)
     for row in rows:
         if row.why:
@@ -57,13 +57,13 @@ def share(model: nn.Module, ranks: Ranks) -> bool:
 
 
 def _wrap(module: Any, ranks: Ranks, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Give the module the forward that `made` returns for its class's, as a method, so that copies call their own."""
+    """Replace the forward of the module by `made(forward)`, as a method, so that a copy calls its own forward."""
     module.ranks = ranks
     vars(module)["forward"] = MethodType(made(type(module).forward), module)
 
 
 def _shared_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a recurrent layer of this rank's tokens."""
+    """The forward of a recurrent layer for the tokens of this rank."""
     cache_in = finder_of_caches()
 
     @wraps(forward)
@@ -82,7 +82,7 @@ def _shared_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _numbered_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a model, whose positions begin with those of this rank's tokens."""
+    """The forward of a model, with the positions of this rank's tokens."""
     signature = inspect.signature(forward)
 
     @wraps(forward)
@@ -101,7 +101,7 @@ def _numbered_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _hybrid_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a model with softmax attention, which PyTorch computes across the ranks, in their order."""
+    """The forward of a model with softmax attention, which PyTorch computes across the ranks in order."""
     numbered = _numbered_forward(forward)
 
     @wraps(forward)

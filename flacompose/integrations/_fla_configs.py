@@ -1,21 +1,21 @@
-"""Keys of configs of flash-linear-attention that have no effect on the logits of a model."""
+"""Keys of flash-linear-attention's configs that have no effect on logits."""
 
 from __future__ import annotations
 
 WITHOUT_EFFECT = frozenset(
-    # kernels, losses, first values, lengths that nothing depends on
+    # kernels, losses, initialization, and lengths that nothing depends on
     """
     fuse_norm fuse_swiglu fuse_cross_entropy fuse_linear_cross_entropy use_l2warp initializer_range
     max_position_embeddings use_cache
     A_init_range chunk_size conv_init dt_init_floor dt_init_scheme dt_max dt_min dt_scale rescale_prenorm_residual
     residual_in_fp32
     """.split()
-    # parts that models of older versions had, or did not have: their parameters, which must all be there, tell it
+    # optional parts of older versions: their parameters in a checkpoint tell whether a model has them
     + """
     conv_size gate_low_rank_dim norm_first share_conv_kernel use_gk use_glu use_gv use_norm use_output_gate
     use_output_norm use_short_conv
     """.split()
-    # options that models of Comba hand to no layer: all of them have a correction and an inner decay
+    # options that models of Comba pass to no layer: all have a correction and an inner decay
     + "correction_factor use_inner_decay use_output_correction".split()
     # keys that every config of transformers may hold, in its versions 4 and 5
     + """

@@ -7,7 +7,7 @@ from typing import Any
 
 from flacompose.layers import _check
 
-# By mamba-ssm's name of a layer: the `model_type`, and the names of arguments.
+# For each layer of mamba-ssm: the `model_type` of flash-linear-attention, and the names of arguments.
 _COMMON = {"d_state": "state_size", "d_conv": "conv_kernel", "bias": "use_bias", "conv_bias": "use_conv_bias"}
 _HEADS = {"headdim": "head_dim", "ngroups": "n_groups"}
 _LAYERS = {
@@ -15,7 +15,7 @@ _LAYERS = {
     "Mamba2": ("mamba2", _COMMON | _HEADS),
     "Mamba3": ("mamba3", {"d_state": "state_size"} | _HEADS),
 }
-# Keys without an effect on logits, and keys that must have one value.
+# Keys without an effect on logits, and keys with one allowed value.
 _WITHOUT_EFFECT = {"residual_in_fp32", "fused_add_norm"}
 _WITHOUT_EFFECT_IN_LAYERS = {"use_fast_path", "use_mem_eff_path", "fuse_pregate_headwise_norm", "dropout"}
 _FIXED: dict[str, Any] = {"rms_norm": True, "d_intermediate": 0, "attn_layer_idx": [], "attn_cfg": {}}
@@ -26,7 +26,7 @@ def is_of_mamba_ssm(config: Mapping[str, Any]) -> bool:
 
 
 def as_fla(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A missing key has the default of mamba-ssm; a wrong argument of a layer is found when the layer is made."""
+    """Missing keys get the defaults of mamba-ssm. The layer checks its own arguments later."""
     given = {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT}
     for key, value in _FIXED.items():
         if given.pop(key, value) != value:
@@ -40,7 +40,7 @@ def as_fla(config: Mapping[str, Any]) -> dict[str, Any]:
     model_type, names = _LAYERS[layer]
     if options.pop("d_ssm", None) is not None:
         raise ValueError(f"config: ssm_cfg: d_ssm must be None, got {config['ssm_cfg']['d_ssm']!r}")
-    if model_type == "mamba3":  # the peer's has softplus, and no key for it
+    if model_type == "mamba3":  # flash-linear-attention has softplus, and no key for it
         options = {"A_activation": "heavy_tail"} | options
     vocab_size = given.pop("vocab_size", 50277)
     multiple = given.pop("pad_vocab_size_multiple", 8)

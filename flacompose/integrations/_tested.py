@@ -1,9 +1,8 @@
 """The classes, names and parameters of transformers' modeling files on which the integration relies.
 
-All tested versions have them. `difference` compares the files of a version that is not tested with them, by names
-alone: the classes whose forwards are replaced, the names that these forwards use, and the parameters of the functions
-that are replaced. It sees a name that is renamed, moved or added, and not a function that means something else by the
-same names.
+All tested versions have them. `difference` compares an untested version with them: the classes whose forwards are
+replaced, the names that these forwards use, and the parameters of replaced functions. It detects names that are
+renamed, moved or added. It does not detect a function that has changed under the same names.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ SSD = (
 )
 QKV, MLP = "q_proj k_proj v_proj", "gate_proj up_proj"
 MASKED = "config create_causal_mask layer_types"
-# The classes of each file whose forwards are replaced, and the names that these forwards must use: functions that are
-# replaced, attributes that a replacement changes or uses, modules that it passes bounds to.
+# For each file, the classes whose forwards are replaced, and the names that these forwards must use: replaced
+# functions, attributes that a replacement changes or reads, and modules to which it passes bounds.
 LAYERS: Mapping[str, Mapping[str, str]] = {
     "bailing_hybrid": {"BailingHybridDeltaAttention": KDA},
     "bamba": {"BambaMixer": SSD, "BambaModel": ""},
@@ -102,7 +101,7 @@ LAYERS: Mapping[str, Mapping[str, str]] = {
     },
 }  # fmt: skip
 
-# The names that forwards of layers use beside functions that are replaced. A recurrence in a forward brings others.
+# The names that forwards of layers use besides replaced functions. A forward with a recurrence of its own uses more.
 NAMES = """
     A_log D F a_proj activation allow_neg_eigval append apply_mask_to_padding_states b_layernorm b_proj bias
     c_layernorm cat chunk chunk_size config contiguous conv conv1d conv_dim conv_idx conv_kernel_size
@@ -117,7 +116,7 @@ NAMES = """
     update_conv_state update_recurrent_state use_associative_scan use_bias use_conv_bias use_mambapy v_proj
     value_dim variance_epsilon view weight x_proj x_proj_weight
 """
-# The names in the forward of MiniMax's layer, which is replaced as a whole.
+# The names in the forward of MiniMax's layer, which is replaced completely.
 MINIMAX_NAMES = """
     F act_fn append apply_mask_to_padding_states block_size cat device diagonal_decay dtype exp get_linear_cache
     head_dim key_decay layer_idx matmul min norm num_attention_heads out_proj output_gate qkv_proj query_decay
@@ -128,7 +127,7 @@ XLSTM_NAMES = """
     qk_dim qkv_opreact soft_cap tensor_split v v_dim weight_mode
 """
 
-# The names that forwards of other layers use, by their classes.
+# The names that the forwards of some layers use, by class.
 OF_ONE = {
     "MiniMaxLightningAttention": MINIMAX_NAMES,
     "RecurrentGemmaRecurrentBlock": f"{NAMES} conv1d_state conv1d_width device hidden_size lru_width pad sum zeros",
@@ -137,8 +136,8 @@ OF_ONE = {
     "xLSTMLayer": f"{NAMES} {XLSTM_NAMES}",
 }
 
-# The parameters of the forwards that are replaced, and of the functions that are. Where a release renames one, and goes
-# on to take the old name as a deprecated one, the new name is none of these.
+# The parameters of replaced forwards and functions. If a release renames a parameter, and still accepts the old name,
+# the new name is not in the list.
 FORWARD = """
     self hidden hidden_states input_states x state position_ids cache past_key_values cache_params cache_offset
     use_cache attention_mask conv_mask seq_idx dynamic_input position_embeddings kwargs input_ids inputs_embeds labels
@@ -183,13 +182,13 @@ PARAMETERS: Mapping[str, str] = {
 
 
 def difference(module: ModuleType, layers: Mapping[str, bool], functions: Mapping[str, Any]) -> str:
-    """The first thing in a modeling file that is not as in the tested versions; an empty string if there is none.
+    """The first difference between a modeling file and the tested versions; an empty string if there is none.
 
     Args:
         module: The modeling file.
-        layers: The classes in it whose forwards are replaced, and of each whether it is a layer with a recurrence or
-            convolution, rather than one around it.
-        functions: The functions in it that are replaced, by their names.
+        layers: The classes whose forwards are replaced. The value is True for a layer with a recurrence or convolution,
+            and False for a module around one.
+        functions: The replaced functions, by name.
     """
     return next(_differences(module, layers, functions), "")
 
@@ -222,7 +221,7 @@ def _differences(
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """The globals and attributes that a function uses, and the functions in it."""
+    """The globals and attributes that a function and its inner functions use."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -23,25 +23,25 @@ from flacompose.models.weights import check_names, read_by, read_json, read_safe
 
 
 class _ModelType(NamedTuple):
-    """The models of one `model_type`: their layer, and the keys of their config."""
+    """The layer of a `model_type`, and the keys of its config."""
 
     layer: str
-    # Arguments of the layer that are keys of the config.
+    # The arguments of the layer that are keys of the config.
     options: str
-    # Defaults that differ from the layer's or, for keys that are no arguments of it, from `_COMMON`.
+    # Defaults that differ from the layer's or, for other keys, from `_COMMON`.
     defaults: dict[str, Any] = {}
-    # Keys of older versions, or that the models of 0.6 no longer read, with the one value that agrees with 0.6.
+    # Keys of older versions, or that version 0.6 ignores, with the only value that is correct in 0.6.
     fixed: dict[str, Any] = {}
-    # Arguments of the layer that no key changes.
+    # Arguments of the layer that are the same for all configs.
     constant: dict[str, Any] = {}
 
     def values(self) -> dict[str, Any]:
-        """All keys that a model depends on, with their defaults."""
+        """All keys that affect a model, with their defaults."""
         arguments = inspect.signature(getattr(layers, self.layer)).parameters
         return _COMMON | {key: arguments[key].default for key in self.options.split()} | self.defaults
 
 
-# In these layers of the peer, the norm of the output adds 1e-5 to the mean square, whatever `norm_eps` is.
+# In flash-linear-attention, these layers ignore `norm_eps` in the norm of the output, and use 1e-5.
 _NORM_EPS = {"norm_eps": 1e-5}
 
 _COMMON: dict[str, Any] = {
@@ -104,7 +104,7 @@ _MODEL_TYPES = {
             "norm_bias": True,
             "norm_first": True,
         },
-        # The peer's models of RWKV7 with softmax attention raise an error in every call.
+        # In flash-linear-attention, models of RWKV7 with softmax attention raise an error in every call.
         fixed={"attn": None},
     ),
     "hgrn2": _ModelType(
@@ -143,7 +143,7 @@ _MODEL_TYPES = {
         "Mamba3",
         "state_size expand head_dim n_groups rope_fraction A_floor is_outproj_norm is_mimo mimo_rank use_bias "
         "A_activation",
-        # The peer's layer computes the number of heads from their size.
+        # The layer there computes the number of heads from their size.
         _MAMBA | {"num_heads": None},
         fixed={"attn": None},
     ),
@@ -163,23 +163,23 @@ def config_from_fla(config: Mapping[str, Any] | str | os.PathLike[str]) -> Recur
     """The `RecurrentConfig` of a model of flash-linear-attention 0.6, from its config.
 
     Args:
-        config: The content of its ``config.json``, which is ``to_dict()`` of the peer's config, or the path of that
-            file. The config of a model of mamba-ssm, which has `d_model` and no `model_type`, is taken too. A missing
-            key has the peer's default. Keys without an effect on logits, which choose kernels, losses or how text is
-            generated, are passed over.
+        config: The content of its ``config.json``, which is ``to_dict()`` of its config, or the path of this file.
+            Configs of mamba-ssm, which have `d_model` and no `model_type`, are accepted too. Missing keys get the
+            defaults of flash-linear-attention. Keys without an effect on logits, for kernels, losses or the generation
+            of text, are ignored.
 
     Raises:
-        ValueError: If `model_type` is none of "gla", "retnet", "gsa", "rwkv6", "rwkv7", "hgrn2", "delta_net",
-            "gated_deltanet", "kda", "comba", "mamba", "mamba2" and "mamba3", or a key is not known, or its value asks
-            for something that is not supported; both are named. If `config` is JSON itself, or its file holds none.
+        ValueError: If `model_type` is not one of "gla", "retnet", "gsa", "rwkv6", "rwkv7", "hgrn2", "delta_net",
+            "gated_deltanet", "kda", "comba", "mamba", "mamba2" and "mamba3", or a key is unknown or its value
+            unsupported; the error names both. Also if `config` is a str of JSON, or its file holds no JSON.
         TypeError: If `config` is neither a mapping nor a path.
-        FileNotFoundError: If it is the path of no file.
+        FileNotFoundError: If there is no such file.
     """
     return _without_values(_given(config)).config
 
 
 def _given(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
-    """The content of `config`, translated to the peer's if it is of mamba-ssm."""
+    """The content of `config`. A config of mamba-ssm is translated."""
     if isinstance(config, Mapping):
         return as_fla(config) if is_of_mamba_ssm(config) else config
     expected = "config must be a mapping or the path of a config.json"
@@ -191,7 +191,7 @@ def _given(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, A
 
 
 def _without_values(given: Mapping[str, Any]) -> RecurrentLM:
-    """The model of a config of the peer, on the meta device: its layers refuse what they do not support."""
+    """The model of a config, on the meta device. Its layers refuse unsupported arguments."""
     made_of = _read(given)
     try:
         return RecurrentLM(made_of, device="meta")
@@ -205,7 +205,7 @@ def _read(config: Mapping[str, Any]) -> RecurrentConfig:
     kind = _MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
     if kind is None:
         raise ValueError(f"config: model_type must be one of {', '.join(_MODEL_TYPES)}, got {model_type!r}")
-    if model_type == "gsa":  # the peer's constructor misspells them, and its config.json does not
+    if model_type == "gsa":  # the constructor there misspells keys that config.json spells correctly
         for spelt, key in (("exapnd_k", "expand_k"), ("exapnd_v", "expand_v")):
             given.setdefault(key, given.pop(spelt, 1))
     values = kind.values()
@@ -229,20 +229,20 @@ def _config(model_type: str, kind: _ModelType, values: dict[str, Any]) -> Recurr
         options["mode"] = _mode(values["attn_mode"])
     if rwkv:
         _check.one_of("config: hidden_act", values["hidden_act"], ACTIVATIONS)
-    elif mamba:  # with another activation, the peer's kernels and its PyTorch code gate differently
+    elif mamba:  # with other activations, kernels and PyTorch code of flash-linear-attention differ
         _check.one_of("config: hidden_act", values["hidden_act"], ("silu", "swish"))
-    elif values["hidden_act"] != "swish":  # the peer's SwiGLU takes "powlu" as well, another function
+    elif values["hidden_act"] != "swish":  # the SwiGLU there also takes "powlu", another function
         raise ValueError(
             f"config: hidden_act must be 'swish' in a {model_type}, got {values['hidden_act']!r}"
         )
     if model_type in ("gla", "retnet"):
         options["gate_fn"] = values["hidden_act"]
     if model_type == "hgrn2" and options["num_heads"] is not None and options["expand_ratio"] is not None:
-        options["num_heads"] = None  # the peer's layer computes it from the ratio
+        options["num_heads"] = None  # the layer there computes it from the ratio
     if model_type == "rwkv7":
         options["value_dim"] = _value_dim(options["value_dim"], values["num_hidden_layers"])
         if options["head_dim"] is not None:
-            options["num_heads"] = None  # the peer's layer computes it from their size
+            options["num_heads"] = None  # the layer there computes it from the head size
     attn = values["attn"]
     if attn is None:
         attn = ()
@@ -250,7 +250,7 @@ def _config(model_type: str, kind: _ModelType, values: dict[str, Any]) -> Recurr
         attn = (attn,)
     try:
         if model_type == "mamba":
-            options["intermediate_size"] = _intermediate_size(values, model_type)  # of the layer
+            options["intermediate_size"] = _intermediate_size(values, model_type)  # an argument of the layer
         return RecurrentConfig(
             vocab_size=values["vocab_size"],
             hidden_size=values["hidden_size"],
@@ -279,21 +279,22 @@ def from_fla(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> RecurrentLM:
-    """The model of flacompose with the weights, and the logits, of a model of flash-linear-attention 0.6.
+    """A model with the weights of a model of flash-linear-attention 0.6, and the same logits.
 
     Args:
-        config: Of the peer's model, as `config_from_fla` takes it.
-        state_dict: ``state_dict()`` of the peer's model for causal language modelling; it is copied.
-        device: Where the parameters shall be. Default: where those of `state_dict` are.
-        dtype: What they shall be: float32, bfloat16, float16 or float64. Default: what those of `state_dict` are, each.
+        config: Its config, as in `config_from_fla`.
+        state_dict: ``state_dict()`` of its model for causal language modelling. The tensors are copied.
+        device: Device of the parameters. Default: the device of each tensor of `state_dict`.
+        dtype: Dtype of the parameters: float32, bfloat16, float16 or float64. Default: the dtype of each tensor of
+            `state_dict`.
 
     Raises:
-        ValueError: As `config_from_fla`, or if `state_dict` lacks a parameter, has one too many or one of another
-            shape; all of them are named, and no model is made.
-        TypeError: As `config_from_fla`, or if `state_dict` is no mapping of names to dense floating tensors, or `dtype`
-            none of these; or if it is not given and the embeddings, linear projections and layer norms, which compute
-            in the dtype of their input, do not all have one dtype.
-        FileNotFoundError: As `config_from_fla`.
+        ValueError: As in `config_from_fla`, or if parameters of `state_dict` are missing, unexpected or of a wrong
+            shape. The error names all of them.
+        TypeError: As in `config_from_fla`, or if `state_dict` is no mapping of names to dense float tensors, or `dtype`
+            is not one of the four. Also if `dtype` is not given and the embeddings, linear projections and layer norms,
+            which compute in the dtype of their input, have several dtypes.
+        FileNotFoundError: As in `config_from_fla`.
     """
     given = _given(config)
     check_names("state_dict", state_dict)
@@ -308,24 +309,23 @@ def load_fla(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> RecurrentLM:
-    """Load a folder that ``save_pretrained`` of a model of flash-linear-attention 0.6, or of mamba-ssm, has written.
+    """Load a checkpoint from ``save_pretrained`` of a model of flash-linear-attention 0.6 or of mamba-ssm.
 
     Args:
-        directory: It holds ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin``, or the index of several
-            such files, ``model.safetensors.index.json`` or ``pytorch_model.bin.index.json``; the first of these four
-            that is there is read. Safetensors need the package safetensors. A str "organisation/name" that is no path
-            of this machine is a repository of the Hugging Face Hub, whose files are downloaded by the package
-            huggingface_hub, once, as it keeps them.
+        directory: A folder with ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin``, or, for several
+            files, ``model.safetensors.index.json`` or ``pytorch_model.bin.index.json``. The first of these four that
+            exists is read. Safetensors need the package safetensors. A str "organisation/name" that is no local path is
+            a repository of the Hugging Face Hub, which the package huggingface_hub downloads once.
         revision: A branch, a tag or a commit of such a repository. Default: "main".
-        device: Where the parameters shall be. Default: the CPU.
-        dtype: What they shall be: float32, bfloat16, float16 or float64. Default: as they were saved.
+        device: Device of the parameters. Default: the CPU.
+        dtype: Dtype of the parameters: float32, bfloat16, float16 or float64. Default: the saved dtypes.
 
     Raises:
         FileNotFoundError: If a file is missing, or `directory` is neither a folder nor a repository.
         ImportError: If safetensors or huggingface_hub is needed and not installed.
-        ValueError: As `from_fla`, or if a file cannot be read, which is named, or the index and its files disagree, or
-            `revision` is given with a folder.
-        TypeError: As `from_fla`, or if `directory` is no path, or a file holds no mapping of names.
+        ValueError: As in `from_fla`, or if a file cannot be read, the index and its files disagree, or `revision` is
+            given with a folder.
+        TypeError: As in `from_fla`, or if `directory` is no path, or a file holds no mapping of names.
     """
     if not isinstance(directory, (str, os.PathLike)):
         raise TypeError(f"directory must be a path, got {type(directory).__name__}")
@@ -353,13 +353,13 @@ def _loaded(
     dtype: torch.dtype | None,
     copy: bool,
 ) -> RecurrentLM:
-    """`model`, which has no values yet, with the values of `state_dict`; `given` is the config that it is made of."""
+    """Fill `model`, made of the config `given`, with the values of `state_dict`."""
     config = model.config
-    names = {_name(name, config): name for name in model.state_dict()}  # the peer's, and ours
+    names = {_name(name, config): name for name in model.state_dict()}  # from their names to ours
     weights = dict(state_dict)
     for name, weight in weights.items():
         _check.floating(f"state_dict[{name!r}]", weight)
-    embedding = "backbone.embedding.weight"  # as mamba-ssm calls it, and older versions of the peer
+    embedding = "backbone.embedding.weight"  # in mamba-ssm and in older versions of flash-linear-attention
     if config.feed_forward == "none" and embedding in weights:
         weights["backbone.embeddings.weight"] = weights.pop(embedding)
     if config.layer == "RWKV7Attention":
@@ -384,7 +384,7 @@ def _loaded(
 
 
 def _split_mixtures(weights: dict[str, Tensor]) -> None:
-    """Name the rows of ``x_x``, which checkpoints of older versions of RWKV7 have, as the parameters that they are."""
+    """Split ``x_x`` of older checkpoints of RWKV7 into the parameters that its rows are."""
     for name in [name for name in weights if name.endswith(".attn.x_x")]:
         rows = weights.pop(name)
         if rows.ndim != 2 or len(rows) != 6:
@@ -395,7 +395,7 @@ def _split_mixtures(weights: dict[str, Tensor]) -> None:
 
 
 def _assumed(given: Mapping[str, Any], config: RecurrentConfig) -> str:
-    """The beginning of an error about parameters, where the reason may be a size that the config does not give."""
+    """The beginning of an error about parameters, if a size that the config lacks may be the reason."""
     absent = [key for key in ("vocab_size", "hidden_size", "num_hidden_layers") if key not in given]
     sizes = ", ".join(f"{key}, taken to be {getattr(config, key)}" for key in absent)
     return f"config lacks {sizes}; " if absent else ""
@@ -421,7 +421,7 @@ def _other_names(names: Mapping[str, str], weights: Mapping[str, Tensor]) -> str
 def _same_dtype(model: RecurrentLM) -> None:
     """Check that the modules of PyTorch, which compute in the dtype of their input, have one dtype.
 
-    The other modules with parameters, as norms and convolutions, compute with parameters of any dtype.
+    Our own modules, such as norms and convolutions, take parameters of any dtype.
     """
     expected = model.embeddings.weight.dtype
     for path, module in model.named_modules():
@@ -440,7 +440,7 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def _name(ours: str, config: RecurrentConfig) -> str:
-    """The peer's name of a parameter of ours."""
+    """The name of our parameter in flash-linear-attention."""
     if ours.startswith("lm_head."):
         return ours
     if config.feed_forward == "none":
@@ -452,14 +452,14 @@ def _name(ours: str, config: RecurrentConfig) -> str:
 
 
 def _mode(attn_mode: Any) -> str:
-    """The mode of the layer, which changes no value."""
+    """The mode of the layer. It changes no value."""
     _check.one_of("config: attn_mode", attn_mode, ("chunk", "fused_chunk", "parallel", "fused_recurrent"))
-    # The second and the third are further kernels of the peer for the same function as "chunk".
+    # "fused_chunk" and "parallel" are other kernels there for the same function as "chunk".
     return "fused_recurrent" if attn_mode == "fused_recurrent" else "chunk"
 
 
 def _value_dim(value_dim: Any, num_hidden_layers: Any) -> Any:
-    """One size for all layers, also where the config has a list of one for each layer."""
+    """The size for all layers. The config may have a list with one size per layer."""
     if not isinstance(value_dim, (tuple, list)):
         return value_dim
     if len(value_dim) != num_hidden_layers or any(size != value_dim[0] for size in value_dim):
@@ -471,7 +471,7 @@ def _value_dim(value_dim: Any, num_hidden_layers: Any) -> Any:
 
 
 def _intermediate_size(values: Mapping[str, Any], model_type: str) -> Any:
-    """The `intermediate_size` of the config, or the size that the peer computes if there is none."""
+    """The `intermediate_size` of the config. Its default is the one that flash-linear-attention computes."""
     name = "expand" if model_type == "mamba" else "hidden_ratio"
     size, ratio = values["intermediate_size"], values[name]
     if size is not None:
@@ -489,7 +489,7 @@ def _intermediate_size(values: Mapping[str, Any], model_type: str) -> Any:
     return -(-least // step) * step
 
 
-# The path of a file, or None if there is none; with `required=True`, the path, or an error that there is none.
+# A function from the name of a file to its path, or None. With `required=True` a missing file is an error.
 Find = Callable[..., Any]
 
 
@@ -498,7 +498,7 @@ def _in_folder(folder: Path, file: str, required: bool = False) -> Path | None:
 
 
 def _weights(directory: Any, find: Find) -> dict[str, Tensor]:
-    """The tensors in `directory`; `find` returns the path of a file in it, or None."""
+    """The tensors in `directory`. `find` returns the path of a file in it, or None."""
     readers = {"model.safetensors": read_safetensors, "pytorch_model.bin": _pickle}
     for name, read in readers.items():
         if (file := find(name)) is not None:

@@ -49,8 +49,8 @@ class Function(NamedTuple):
     op: str | None = None
 
 
-# By the names in modeling files, which look them up when they call them, whether transformers has bound a name to
-# PyTorch, to flash-linear-attention, to mamba-ssm or to a kernel of the hub.
+# By their names in modeling files. Transformers binds these names to PyTorch code, to flash-linear-attention, to
+# mamba-ssm or to a kernel of the Hub, and looks them up in every call.
 FUNCTIONS: Mapping[str, Function] = {
     "causal_conv1d_fn": Function(convolve, "causal_conv1d"),
     "causal_conv1d_update": Function(convolve_step, "causal_conv1d"),
@@ -67,7 +67,8 @@ FUNCTIONS: Mapping[str, Function] = {
     "mamba_selective_state_update": Function(state_space_step, "selective_state_update"),
     "mamba_inner_fn": Function(no_fused_block),
 }
-# The recurrence of MiniMax is written out in its forward. The other forwards call modules of theirs for it.
+# The ops of recurrences that are no functions in modeling files: MiniMax's is a part of its forward, others are
+# modules.
 FORWARD_OPS = {
     "MiniMaxLightningAttention": "chunk_simple_gla",
     "RecurrentGemmaRecurrentBlock": "chunk_rg_lru",
@@ -76,8 +77,8 @@ FORWARD_OPS = {
     "xLSTMLayer": "chunk_mlstm",
 }
 
-# The tables of all models: by the names of classes, functions from the forward of a class to the one that replaces it.
-# Other classes that call functions above get `plain_layer_forward`.
+# The tables of all models: by the name of a class, a function from its forward to the replacement. Other classes that
+# call functions above get `plain_layer_forward`.
 FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     name: replacement
     for model in (
@@ -88,8 +89,8 @@ FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     for name in names.split()
 }  # fmt: skip
 
-# The projections of a class that read the same input, with small ones last. Kimi's `f_a_proj` reads it too, but the
-# module of the forget gate calls it.
+# The projections of a class that read the same input, small ones last. Kimi's `f_a_proj` reads it too, but in the
+# module of the forget gate.
 _QKV, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 FUSIBLE = {
     "KimiLinearAttention": ("q_proj", "q_a_proj", "kv_a_proj_with_mqa"),
@@ -103,31 +104,30 @@ FUSIBLE = {
     "Qwen3_5MLP": _MLP,
 }
 
-# A function that their forwards call. It is bound to one that does the same, since the guards of a compiled model ask
-# whether the functions that it calls are the same as before, and do not ask that of forwards.
+# A function that their forwards call. It is bound to a wrapper of itself, since a compiled model has guards on the
+# functions that it calls, but not on forwards.
 REBOUND = "apply_mask_to_padding_states"
 
 MODELS = tuple(_tested.LAYERS)
 
 
 def join_projections(model: nn.Module) -> None:
-    """Make those projections of each layer in a model of transformers that read the same input one matrix product.
+    """Fuse the projections of each layer in a model of transformers that read the same input into one matrix product.
 
-    It is [join_projections][flacompose.layers.join_projections] for Qwen3-Next, Qwen3.5 and Kimi Linear: their layers
-    of the delta rule, their softmax attention and their dense feed-forward networks. Only `f_a_proj` of
-    Kimi Linear, which is within the module of its forget gate, stays by itself. It changes `model` in place, which
-    computes what it computed before, up to rounding, with fewer kernels: a token of a small batch takes most of its
-    time to launch them. Each of these layers then has a ``joint_proj`` for its projections, so its state dict is not
-    that of transformers: load a checkpoint before this call, after which ``save_pretrained`` raises RuntimeError. Where
-    the model is neither enabled nor accelerated, a call of it raises TypeError.
+    It is [join_projections][flacompose.layers.join_projections] for the layers of the delta rule, the softmax attention
+    and the dense feed-forward networks of Qwen3-Next, Qwen3.5 and Kimi Linear. Only `f_a_proj` of Kimi Linear, in the
+    module of the forget gate, is not fused. It changes `model` in place. The results are the same up to rounding, from
+    fewer kernels, whose launches take most of the time of a token in a small batch. Each layer then has a
+    ``joint_proj``, which changes the state dict: load a checkpoint before this call. ``save_pretrained`` raises
+    RuntimeError afterwards, and a call of the model raises TypeError unless it is enabled or accelerated.
 
     Args:
         model: A model of transformers, or any module that contains layers of one.
 
     Raises:
         TypeError: If `model` is no module, or a projection in it is not a plain ``nn.Linear`` with plain parameters.
-        ValueError: If `model` contains no layer whose projections can be joined, or they differ in dtype, device or
-            whether they require gradients, have hooks, or share memory. After an error nothing is changed.
+        ValueError: If `model` contains no layer whose projections can be joined, or if projections differ in dtype,
+            device or `requires_grad`, have hooks, or share memory. After an error nothing has changed.
     """
     _check(model)
     found: dict[str, Any] = {}
@@ -145,7 +145,7 @@ def join_projections(model: nn.Module) -> None:
         )
     try:
         join(model, found)
-    except (TypeError, ValueError):  # of the checks, before anything is joined
+    except (TypeError, ValueError):  # raised by the checks, before anything is fused
         for module in new:
             del module.fusible, module.joint_sizes
         raise
@@ -154,7 +154,7 @@ def join_projections(model: nn.Module) -> None:
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
-    # Loaded again, transformers would draw the projections that it does not find, and only log that.
+    # When it loads the model, transformers would initialize the missing projections at random, and only log it.
     raise RuntimeError(
         "save_pretrained must be called before join_projections, whose model has joint projections, which transformers "
         "does not load; save its state_dict with torch.save, and load it after join_projections"
@@ -164,21 +164,21 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
 class Row(NamedTuple):
     """One function that a layer of a model calls."""
 
-    layer: str  # its name in the model
-    kind: str  # its class
-    function: str  # its name in transformers
-    runs_on: str  # the op of this library, or the function that transformers has bound the name to
-    why: str  # why it is not an op of this library; empty if it is
+    layer: str  # the name of the layer in the model
+    kind: str  # the class of the layer
+    function: str  # the name of the function in transformers
+    runs_on: str  # the op of this library, or the function that the name is bound to
+    why: str  # why it is no op of this library; empty for an op
 
 
 class Enabled:
-    """A handle of `enable` or `accelerate`, which is undone by `disable`, or on leaving a ``with`` block."""
+    """A handle of `enable` or `accelerate`. `disable`, or the end of a ``with`` block, undoes the call."""
 
     def __init__(self, undo: Callable[[], None]) -> None:
         self._undo: Callable[[], None] | None = undo
 
     def disable(self) -> None:
-        """Undo it. A second call does nothing."""
+        """Undo the call. A second `disable` does nothing."""
         if self._undo is not None:
             self._undo()
         self._undo = None
@@ -193,22 +193,22 @@ class Enabled:
 def enable() -> Enabled:
     """Run the recurrences of all models of transformers on the ops of this library, in this process.
 
-    Models that were loaded before and models that will be are meant, on CPU and CUDA, in training, in generation, under
-    `torch.compile` and in `torch.export`, whatever else is installed: the names that modeling files call are bound to
-    the functions of this library. No weight and no configuration changes. A model that was compiled before is compiled
-    again. A module whose forward another library has wrapped before, such as accelerate's hooks, keeps that forward,
-    with other functions by the names that it calls; `runs_on` says where that is not enough.
+    It covers all models, loaded before or after, on CPU and CUDA, in training, in generation, under `torch.compile` and
+    in `torch.export`, whatever else is installed: it binds the names that modeling files call to functions of this
+    library. Weights and configurations do not change. A compiled model is compiled again. If another library, such as
+    accelerate, has wrapped the forward of a module before, this forward stays, and calls the new functions. `runs_on`
+    shows layers for which that is not enough.
 
     Returns:
-        A handle whose `disable` binds the names as they were. It is a context manager that does so on exit. After
-        several calls, the last handle to be disabled does it.
+        A handle whose `disable` restores the names. It is a context manager that does so on exit. After several calls,
+        the last handle to be disabled restores them.
 
     Raises:
-        ImportError: If transformers is not installed, or is older than the oldest version that is tested.
+        ImportError: If transformers is not installed, or is older than the oldest tested version.
 
     Warns:
-        UserWarning: If transformers is newer than the newest version that is tested. Files in which it has changed what
-            this library relies on are named, and their models left as they are.
+        UserWarning: If transformers is newer than the newest tested version. The warning names the files in which code
+            that this library relies on has changed. Their models are not changed.
     """
     places = list(_places())
     if _installed() > NEWEST:
@@ -224,10 +224,10 @@ def enable() -> Enabled:
     return handle
 
 
-# The handles that are not disabled, and the values in modeling files and their classes before the first of them.
+# The handles that are not disabled, and the values in modeling files and classes before the first handle.
 _enabled: list[Enabled] = []
 _originals: dict[tuple[ModuleType | type, str], Any] = {}
-_lock = Lock()  # of both
+_lock = Lock()  # guards both
 
 
 def _disable(handle: Enabled) -> None:
@@ -242,25 +242,25 @@ def _disable(handle: Enabled) -> None:
 def accelerate(model: nn.Module) -> Enabled:
     """Run the recurrences of one model of transformers on the ops of this library, and leave other models alone.
 
-    Each layer gets a class of the same name with a forward of its own: the forward of its class, with other functions
-    by the names that it calls. Copies and pickles of an accelerated model are accelerated too, and stay so.
+    Each layer gets a class of the same name, whose forward is that of the old class but calls functions of this
+    library. Copies and pickles of an accelerated model are accelerated too, and stay so.
 
     Args:
         model: A model of transformers, or any module that contains layers of one.
 
     Returns:
-        A handle whose `disable` gives the layers their classes back. It is a context manager that does so on exit. It
+        A handle whose `disable` restores the classes of the layers. It is a context manager that does so on exit. It
         raises ValueError, and changes nothing, if another library has wrapped the forward of a layer since.
 
     Raises:
-        ImportError: If transformers is not installed, is older than the oldest version that is tested, or is newer than
-            the newest and has changed what this library relies on in the file of `model`.
-        ValueError: If no layer of `model` calls a function that this library replaces, or one has a forward of its own,
-            as one that is accelerated has.
+        ImportError: If transformers is not installed, is older than the oldest tested version, or is newer than the
+            newest and code in the file of `model` that this library relies on has changed.
+        ValueError: If no layer of `model` calls a function that this library replaces, or a layer has a forward of its
+            own, for example because it is accelerated.
         TypeError: If `model` is no module.
 
     Warns:
-        UserWarning: If transformers is newer than the newest version that is tested, and has changed nothing of that.
+        UserWarning: If transformers is newer than the newest tested version, without such changes.
     """
     list(_modeling_files())  # checks the version
     _check(model)
@@ -281,7 +281,7 @@ def accelerate(model: nn.Module) -> Enabled:
         )
     for layer in layers:
         owner, forward = _forward(type(layer))
-        # With ``use_kernels=True`` a layer for which there is no kernel has the forward of its class as its own.
+        # With ``use_kernels=True`` a layer without a kernel has the forward of its class as an attribute.
         given = getattr(vars(layer).get("forward", layer.forward), "__func__", None)
         kind = type(layer).__name__
         if _is_accelerated(owner):
@@ -309,7 +309,7 @@ def accelerate(model: nn.Module) -> Enabled:
 
 @cache
 def _accelerated(kind: Any) -> Any:
-    """The class that `accelerate` gives to layers of a class."""
+    """The subclass that `accelerate` gives to layers of the class `kind`."""
     owner, forward = _forward(kind)
     forward = _replacement(owner)(_calling(forward))
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
@@ -321,12 +321,12 @@ def _is_accelerated(kind: type) -> bool:
 
 
 def _plain(kind: type) -> Any:
-    """The class that `_accelerated` was made of."""
+    """The class behind an accelerated class."""
     return kind.__mro__[1]
 
 
 def _reduce(layer: nn.Module, protocol: int) -> tuple[Any, ...]:
-    """For pickles and copies, which cannot find a class by its name that a module does not have."""
+    """Pickle and copy an accelerated layer, whose class no module has under its name."""
     kind = _plain(type(layer))
     _, _, *state = kind.__reduce_ex__(layer, max(protocol, 2))
     return _empty, (kind,), *state
@@ -338,10 +338,10 @@ def _empty(kind: Any) -> nn.Module:
 
 
 def runs_on(model: nn.Module) -> list[Row]:
-    """List the functions that each recurrent layer of a model of transformers calls, and the op that each runs on now.
+    """List the functions that the recurrent layers of a model of transformers call, and the op behind each.
 
     Args:
-        model: A model of transformers, or any module that contains layers of one, or of classes derived from these.
+        model: A model of transformers, or any module that contains its layers or subclasses of them.
 
     Returns:
         A list of `Row`, in the order of the layers: ``(layer, kind, function, runs_on, why)``.
@@ -366,7 +366,7 @@ def runs_on(model: nn.Module) -> list[Row]:
         enabled = bool(_enabled) and not changed
         replaced = vars(owner)["forward"] in chain and (_is_accelerated(owner) or enabled)
         for name in names:
-            # A forward from elsewhere, such as a kernel of the hub, stands for all that it replaces.
+            # A forward from elsewhere, such as a kernel of the Hub, replaces all functions of the layer.
             bound = getattr(chain[-1], "__globals__", {}).get(name, chain[-1])
             op = FORWARD_OPS[owner.__name__] if name == "forward" else FUNCTIONS[name].op
             ours = replaced if name == "forward" else bound is FUNCTIONS[name].function
@@ -389,7 +389,7 @@ def _check(model: object) -> None:
 
 
 def _chain(layer: nn.Module) -> list[Callable[..., Any]]:
-    """The functions that a call of a layer goes through: its forward, the function that it wraps, and so on."""
+    """The forward of a layer, the function that it wraps, and so on."""
     forward = vars(layer).get("forward", type(layer).forward)
     chain = [getattr(forward, "__func__", forward)]
     while hasattr(chain[-1], "__wrapped__"):
@@ -399,26 +399,26 @@ def _chain(layer: nn.Module) -> list[Callable[..., Any]]:
 
 
 def _origin(bound: Any) -> str:
-    """Where a function comes from, which transformers wraps to prefer another library."""
+    """The origin of a function, behind the wrapper with which transformers prefers another library."""
     function = _without_kernels(bound)
     function = _enclosed(function).get("implementation", function)
     return f"{function.__module__}.{function.__qualname__}"
 
 
 def _without_kernels(bound: Any) -> Any:
-    """A function that `kernels` wraps as a module."""
+    """The function behind a module of the package `kernels`."""
     function = getattr(bound.forward, "__func__", bound.forward) if isinstance(bound, nn.Module) else bound
     return _enclosed(function).get("func", function)
 
 
 def _enclosed(function: Any) -> dict[str, Any]:
-    """The variables of an outer function that a function refers to."""
+    """The variables of outer functions that a function refers to."""
     names = function.__code__.co_freevars if isinstance(function, FunctionType) else ()
     return dict(zip(names, (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())))
 
 
 def _places() -> Iterator[tuple[ModuleType | type, str, Callable[[Any], Any]]]:
-    """The places that `enable` changes: a module or class, a name there, and a function of the old value."""
+    """The places that `enable` changes: a module or class, a name in it, and a function from old to new value."""
     for module in _modeling_files():
         if _difference(module):
             continue
@@ -432,7 +432,7 @@ def _places() -> Iterator[tuple[ModuleType | type, str, Callable[[Any], Any]]]:
 
 
 def _replacement(owner: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The function that makes the forward in place of a class's."""
+    """The function from the forward of a class to its replacement."""
     return FORWARDS.get(owner.__name__, plain_layer_forward)
 
 
@@ -441,7 +441,7 @@ def _instead(function: Callable[..., Any], _: Any) -> Callable[..., Any]:
 
 
 def _while_enabled(replacement: Callable[[Any], Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that calls the replacement until `disable`, then the original: hooks that wrap it keep it longer."""
+    """A forward that calls the replacement until `disable`, then the original. Wrappers may keep it after that."""
     replaced = replacement(original)
 
     @wraps(original)
@@ -452,7 +452,7 @@ def _while_enabled(replacement: Callable[[Any], Any], original: Callable[..., An
 
 
 def _checkpoint(holder: ModuleType | type) -> None:
-    """Let transformers wrap a layer's new forward too, where it checkpoints in the outermost wrapper of a forward."""
+    """Let transformers wrap the new forward of a layer too, if it checkpoints in the outermost wrapper of a forward."""
     for base in getattr(holder, "__mro__", ())[1:]:
         if base.__name__ == "GradientCheckpointingLayer" and "__init_subclass__" in vars(base):
             vars(base)["__init_subclass__"].__func__(holder)
@@ -467,7 +467,7 @@ def _same(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _modeling_files() -> Iterator[ModuleType]:
-    """The modeling files of `MODELS` that the installed transformers has."""
+    """The modeling files of `MODELS` in the installed version of transformers."""
     if find_spec("transformers") is None:
         raise ImportError("transformers must be installed, from 5.17 on: pip install 'transformers>=5.17'")
     if _installed() < OLDEST:
@@ -480,7 +480,7 @@ def _modeling_files() -> Iterator[ModuleType]:
 
 
 def _installed() -> tuple[int, ...]:
-    """The first two numbers of the version of transformers that is installed."""
+    """The first two numbers of the installed version of transformers."""
     import transformers
 
     return tuple(int(part) for part in transformers.__version__.split(".")[:2])
@@ -497,7 +497,7 @@ def _owners(module: ModuleType) -> list[type]:
 
 
 def _difference(module: ModuleType) -> str:
-    """How a modeling file of an untested, newer version differs from the tested ones; empty if it does not."""
+    """The difference between a modeling file of a newer version and the tested versions; empty if there is none."""
     if _installed() <= NEWEST:
         return ""
     functions = {
@@ -512,7 +512,7 @@ def _difference(module: ModuleType) -> str:
 
 
 def _warn_of_newer(changed: list[str]) -> None:
-    """Warn that this transformers is untested, and name the models left unchanged because their files differ."""
+    """Warn that this version of transformers is untested, and name the models that stay unchanged."""
     left = ". It has changed what is replaced, so these models stay as they are: " + "; ".join(changed)
     warnings.warn(
         f"transformers {_dotted(_installed())} is newer than {_dotted(NEWEST)}, the newest version that is tested"
@@ -522,10 +522,10 @@ def _warn_of_newer(changed: list[str]) -> None:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, type, list[str]]]:
-    """The modules of `model` whose forwards call functions of `FUNCTIONS`, or are replaced by one of this library.
+    """The modules of `model` whose forwards call functions of `FUNCTIONS` or are replaced.
 
-    Gives the path, the module, the class in transformers that has the forward, and the names of the functions:
-    ``forward`` where the whole forward is replaced, none of a module around it.
+    Yields the path, the module, the class in transformers with the forward, and the names of the called functions:
+    ``forward`` if the forward itself is replaced, and no names for a module around a recurrent layer.
     """
     for path, module in model.named_modules():
         for owner in _files_classes(type(module)):
@@ -536,14 +536,14 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, type, list[str]]
 
 
 def recurrent_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, type]]:
-    """The path, the module and the class in transformers of each layer that hands on something from token to token."""
+    """The path, the module and the class in transformers of each layer with a state."""
     for path, module, owner, names in _layers(model):
         if names or FORWARDS.get(owner.__name__) is rwkv.rwkv_channel_mixing_forward:
             yield path, module, owner
 
 
 def _called(owner: type) -> list[str] | None:
-    """The names of `FUNCTIONS` that the forward of a class calls; None if this library does not replace it."""
+    """The names of `FUNCTIONS` that the forward of a class calls; None if the class is not supported."""
     if owner not in _files_classes(owner):
         return None
     if owner.__name__ in FORWARD_OPS:
@@ -554,7 +554,7 @@ def _called(owner: type) -> list[str] | None:
 
 
 def _files_classes(kind: type) -> list[type]:
-    """The classes that a class is derived from, itself included, with a forward that a file of transformers has."""
+    """The class and its bases that have a forward in a modeling file."""
     return [
         base
         for base in kind.__mro__
@@ -564,18 +564,18 @@ def _files_classes(kind: type) -> list[type]:
 
 
 def _forward(kind: type) -> tuple[type, Callable[..., Any]]:
-    """The class that a module's class has its forward from, and that forward as it is when nothing is enabled."""
+    """The class that defines the forward of a class, and this forward without `enable`."""
     owner = next(base for base in kind.__mro__ if "forward" in vars(base))
     return owner, _originals.get((owner, "forward"), vars(owner)["forward"])
 
 
 def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of `function`, and of the one that it wraps, that calls the functions of `FUNCTIONS` by their names."""
+    """A copy of `function`, and of the function that it wraps, that calls the replacements in `FUNCTIONS`."""
     assert isinstance(function, FunctionType)
     inner = getattr(function, "__wrapped__", None)
     scope, closure = function.__globals__, function.__closure__
     if inner is None:
-        # Without the module's name the compiler looks names up in this scope and not in the module.
+        # Without the name of the module, the compiler looks names up in this scope.
         scope = {name: x for name, x in scope.items() if name != "__name__"}
         scope |= {name: x for name, (x, _) in FUNCTIONS.items() if name in scope}
         scope["__builtins__"] = function.__globals__["__builtins__"]

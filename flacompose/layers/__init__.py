@@ -75,5 +75,5 @@ __all__ = [
     "join_projections",
 ]
 
-if not TYPE_CHECKING:  # which would take every name for one of the module
+if not TYPE_CHECKING:  # a type checker would accept every name through it
     __getattr__ = absent_from(__name__)

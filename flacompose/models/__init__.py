@@ -1,4 +1,4 @@
-"""Whole models of flacompose's layers."""
+"""Language models of flacompose's layers."""
 
 from typing import TYPE_CHECKING
 
@@ -9,5 +9,5 @@ from flacompose.models.recurrent_lm import RecurrentLM
 
 __all__ = ["Decoder", "RecurrentConfig", "RecurrentLM"]
 
-if not TYPE_CHECKING:  # which would take every name for one of the module
+if not TYPE_CHECKING:  # a type checker would accept every name through it
     __getattr__ = absent_from(__name__)

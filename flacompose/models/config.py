@@ -14,42 +14,42 @@ from flacompose.layers.activation import ACTIVATIONS
 from flacompose.layers.forget_gate import ForgetGateLayer
 from flacompose.layers.recurrent import RecurrentLayer
 
-# Arguments of layers that the model gives.
+# The arguments of layers that the model determines.
 _GIVEN = ("hidden_size", "d_model", "layer_idx", "num_hidden_layers", "device", "dtype")
 _ATTENTION = ("layers", "num_heads", "num_kv_heads", "qkv_bias", "window_size", "rope_theta")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentConfig:
-    """The configuration of a `RecurrentLM`: plain values, which ``dataclasses.asdict`` and JSON keep.
+    """The configuration of a `RecurrentLM`. Its plain values survive ``dataclasses.asdict`` and JSON.
 
     Args:
         vocab_size: Number of tokens.
         hidden_size: Width of the model.
         num_hidden_layers: Number of blocks.
-        intermediate_size: Width between the two projections of a feed-forward network. Needed unless there is none.
-        layer: Name of the class in `flacompose.layers` that mixes tokens, as "GatedLinearAttention".
-        layer_options: Arguments of that class, but for `hidden_size`, `layer_idx` and `num_hidden_layers`. Without a
-            `norm_eps` among them, the layer has the model's.
-        feed_forward: "swiglu", ``(silu(x W_gate) * (x W_up)) W_down``, "rwkv6" or "rwkv7", the channel mixing of
-            RWKV6 or of RWKV7, or "none", as in Mamba, whose blocks are the layer alone.
+        intermediate_size: Width between the projections of a feed-forward network. Required unless `feed_forward` is
+            "none".
+        layer: Name of a class in `flacompose.layers`, such as "GatedLinearAttention".
+        layer_options: Arguments of this class, without `hidden_size`, `layer_idx` and `num_hidden_layers`. The default
+            of `norm_eps` is the one of the model.
+        feed_forward: "swiglu", ``(silu(x W_gate) * (x W_up)) W_down``; "rwkv6" or "rwkv7", the channel mixing of
+            RWKV6 or RWKV7; or "none", as in Mamba, whose blocks have only the layer.
         feed_forward_act: Activation in the channel mixing: "relu", "sigmoid", "logsigmoid", "silu" or "swish",
             "sqrelu", "gelu" (its tanh form). Not used by "swiglu".
-        norm: "rms" or "layer": the norms before the two parts of a block and before the logits.
+        norm: "rms" or "layer", the kind of norms before the layer, the feed-forward network and the logits.
         norm_bias: Whether layer norms have a bias.
         norm_eps: Added to the mean square or to the variance in a norm.
         norm_embeddings: Whether embeddings are normed before the first block.
-        use_lower_bound: Whether forget gates have lower bounds, learned and rising with depth, as in HGRN and HGRN2,
-            the only layers that take them.
-        tie_word_embeddings: Whether the projection to logits has the weight of the embeddings.
-        attn: Blocks whose layer is softmax attention with rotary positions, one mapping for each kind:
-            `layers`, their indices, and `num_heads`; optional are `num_kv_heads`, `qkv_bias`, `window_size` (the number
-            of tokens that a token sees, itself included) and `rope_theta`.
-        gradient_checkpointing: Whether the backward computes each block again from its inputs, all that is kept of it
-            (``torch.utils.checkpoint``). It takes less memory and more time, and changes no value.
+        use_lower_bound: Whether forget gates have learned lower bounds that rise with depth. For HGRN and HGRN2 only.
+        tie_word_embeddings: Whether the projection to logits and the embeddings share one weight.
+        attn: Blocks whose layer is softmax attention with a rotary embedding. Each mapping describes one kind of them:
+            `layers`, the indices of the blocks, `num_heads`, and optionally `num_kv_heads`, `qkv_bias`, `window_size`
+            (the number of tokens that a token sees, including itself) and `rope_theta`.
+        gradient_checkpointing: Whether only the inputs of a block are kept for the backward, which computes the block
+            again (``torch.utils.checkpoint``). It takes less memory and more time, and changes no value.
 
     Raises:
-        ValueError: If a value is none of these.
+        ValueError: If a value is not allowed.
         TypeError: If a value has the wrong type.
     """
 
@@ -100,10 +100,10 @@ class RecurrentConfig:
         if self.use_lower_bound and not issubclass(self.layer_class, ForgetGateLayer):
             raise ValueError(f"use_lower_bound must be False with {self.layer}, whose gates take no bound")
         self._check_attn()
-        object.__setattr__(self, "attn", tuple(self.attn))  # as of a list that JSON held
+        object.__setattr__(self, "attn", tuple(self.attn))  # JSON has a list
 
     def _check_layer_options(self) -> None:
-        """Check its keys; the layer checks their values."""
+        """Check the keys of `layer_options`. The layer checks the values."""
         arguments = inspect.signature(self.layer_class).parameters
         known = {name: argument for name, argument in arguments.items() if name not in _GIVEN}
         for key in self.layer_options:

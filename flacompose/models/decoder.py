@@ -1,4 +1,4 @@
-"""Decoding by a compiled step that is recorded as a CUDA graph."""
+"""Decoding with a compiled step, recorded as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -13,47 +13,46 @@ from flacompose._torch import pytree
 from flacompose.layers import _check
 from flacompose.ops._arguments.require import kind
 
-_WARM_UPS = 3  # calls before a CUDA graph is recorded: the first compiles
+_WARM_UPS = 3  # calls before a CUDA graph is recorded; the first one compiles
 
 
 class Decoder:
-    """A model's step from token to token, compiled, and on a GPU recorded as a CUDA graph.
+    """One decoding step of a model, compiled and, on a GPU, recorded as a CUDA graph.
 
-    It keeps the state in memory of its own, which each call of the model reads and replaces. A call copies the tokens
-    in, replays the graph and returns copies of the outputs, so that nothing that was returned changes later.
+    It holds the state, which each call replaces. A call copies the tokens into the graph, replays it and returns copies
+    of the outputs, so returned tensors never change.
 
     The model may be a [RecurrentLM][flacompose.models.RecurrentLM] without softmax attention, a layer, or any function
-    of tokens and state that ``torch.compile`` takes with ``fullgraph=True``. If the function also chooses the token,
-    that is part of the graph too.
+    of tokens and state that ``torch.compile`` takes with ``fullgraph=True``. Such a function may also choose the token.
 
     Mind the following:
 
-    - It compiles, and tunes kernels, for the shape of its tokens. On a CPU that happens at the first call; on a GPU the
-      model is called, compiled and recorded while the decoder is made, which changes no random numbers that are drawn
-      later, but buffers that the model writes to.
-    - On a GPU it reads the model's parameters where they were when it was made. Values that are written into them
-      count. Do not replace parameters, move them or convert them: the graph would read memory that is free. Changes of
-      the model's mode or of autocast do not reach it.
-    - Calls follow one another in one thread and on one stream. Decoders cannot be copied, pickled, traced or compiled,
-      and take no sharded tensors.
+    - It compiles, and tunes kernels, for the shape of its tokens. On a CPU this happens at the first call. On a GPU the
+      constructor calls, compiles and records the model. This does not change later random numbers, but it changes
+      buffers that the model writes to.
+    - On a GPU the graph reads the memory that the parameters had when the decoder was made. It sees values that are
+      written into them. Do not replace, move or convert parameters: the graph would read freed memory. Later changes
+      of the model's mode or of autocast have no effect.
+    - Use a decoder in one thread and on one stream. Decoders cannot be copied, pickled, traced or compiled, and take no
+      sharded tensors.
 
     Args:
         model: ``model(tokens, state)`` returns ``(outputs, state)``. The new state has the structure, the shapes and
             the dtypes of the old one, and `outputs` is a tensor or a pytree of tensors.
-        tokens: Example tokens of one call, as ``[B, 1]`` of token ids, or ``[B, 1, hidden_size]`` for a layer.
-        state: The state to begin with, a pytree of tensors on the device of the tokens: as a call of the model with the
-            prompt returned it, or `init_state`.
-        options: Options for Inductor, as ``torch.compile`` takes them. They are added to those of the decoder, which
-            are ``coordinate_descent_tuning``, no ``comprehensive_padding``, and, unless `options` or Inductor's
-            configuration has a ``post_grad_custom_pre_pass``, that kernels write a state where they read it. Default:
-            none.
+        tokens: Example tokens of one call, such as token ids ``[B, 1]``, or ``[B, 1, hidden_size]`` for a layer.
+        state: The first state, a pytree of tensors on the device of the tokens: from `init_state`, or from a call of
+            the model with the prompt.
+        options: Options for Inductor, as in ``torch.compile``, beside those of the decoder. These are
+            ``coordinate_descent_tuning``, no ``comprehensive_padding``, and a ``post_grad_custom_pre_pass`` by which
+            kernels overwrite the state that they read, unless `options` or Inductor's configuration has such a pass.
+            Default: none.
 
     Raises:
-        TypeError: If `model` cannot be called or does not return two things, `tokens` is no tensor, `state` or
-            `outputs` hold something else than plain tensors, or `options` is no mapping.
+        TypeError: If `model` cannot be called or does not return two results, `tokens` is no tensor, `state` or
+            `outputs` hold something other than plain tensors, or `options` is no mapping.
         RuntimeError: If PyTorch does not know an option.
-        ValueError: If the model returns a state of another structure, or with another shape, dtype or device: that of
-            softmax attention grows with every token. Or if a tensor of `state` is not on the device of the tokens.
+        ValueError: If the model returns a state with another structure, shape, dtype or device, like softmax attention,
+            whose state grows with every token, or if a tensor of `state` is not on the device of the tokens.
     """
 
     def __init__(
@@ -82,9 +81,9 @@ class Decoder:
 
         inductor: dict[str, Any] = {
             "coordinate_descent_tuning": True,
-            # PyTorch 2.11 pads the output of a joined projection, and then copies queries, keys and values out of it.
+            # PyTorch 2.11 would pad the output of fused projections, and copy queries, keys and values out of it.
             "comprehensive_padding": False,
-            # A pass that was chosen for all of Inductor stays.
+            # A pass in Inductor's configuration has precedence.
             "post_grad_custom_pre_pass": config.post_grad_custom_pre_pass or StatesInPlace(),
             **(options or {}),
         }
@@ -96,7 +95,7 @@ class Decoder:
             outputs, new = model(tokens, pytree.tree_unflatten(state, structure))
             return outputs, pytree.tree_leaves(new)
 
-        # PyTorch counts compilations by the code object, and refuses more than a few: each decoder has its own.
+        # PyTorch limits the number of compilations of a code object, so each decoder has its own.
         step.__code__ = step.__code__.replace()
         self._compiled = torch.compile(step, fullgraph=True, dynamic=False, options=inductor)
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -111,17 +110,17 @@ class Decoder:
         self.load(state)
 
     def __call__(self, tokens: Tensor) -> Any:
-        """Go one step on from the state that is held.
+        """Compute one step, and replace the state.
 
         Args:
-            tokens: Of the shape, the dtype and the device of the example.
+            tokens: Tokens of the shape, dtype and device of the example.
 
         Returns:
             The outputs of the model.
 
         Raises:
-            TypeError: If `tokens` is no tensor, or of another dtype.
-            ValueError: If its shape or its device is another.
+            TypeError: If `tokens` is no tensor, or has another dtype.
+            ValueError: If its shape or device differs.
         """
         _check_like("tokens", tokens, self._tokens)
         with torch.inference_mode(False), torch.no_grad():
@@ -139,11 +138,11 @@ class Decoder:
         return pytree.tree_unflatten([x.clone() for x in self._state], self._structure)
 
     def load(self, state: Any) -> None:
-        """Go on from `state`, a copy of which is held.
+        """Replace the state by a copy of `state`.
 
         Raises:
-            TypeError: If `state` holds something else than tensors, or a dtype is another than that of the example.
-            ValueError: If its structure, or a shape or device, is another.
+            TypeError: If `state` holds something other than tensors, or a dtype differs from the example.
+            ValueError: If its structure, a shape or a device differs from the example.
         """
         _check_structure("state must be", state, self._structure, self._names)
         named = _named("state", state)
@@ -154,7 +153,7 @@ class Decoder:
                 old.copy_(x)
 
     def _step(self) -> Any:
-        """Go one step on from the state that is held. Returns the outputs, in memory that is not the state's."""
+        """Compute one step, and replace the state. The returned outputs do not share memory with it."""
         outputs, new = self._compiled(self._tokens, self._state)
         held = {x.untyped_storage().data_ptr() for x in (self._tokens, *self._state)}
 
@@ -164,15 +163,15 @@ class Decoder:
         outputs = pytree.tree_map(apart, outputs)
         for name, old, x in zip(self._names, self._state, new, strict=True):
             _check_kept(name, x, old)
-        # A state that a kernel has written where it belongs stays. One that shares memory with the old state is copied
-        # before any of that is replaced.
+        # A state that a kernel has written in place needs no copy. New states that otherwise share memory with old
+        # states are cloned before any old state is overwritten.
         moved = {i: apart(x) for i, x in enumerate(new) if not x.is_set_to(self._state[i])}
         if moved:
             torch._foreach_copy_([self._state[i] for i in moved], list(moved.values()))
         return outputs
 
     def _check(self, model: Callable[[Tensor, Any], tuple[Any, Any]]) -> None:
-        """Call the model once, and see whether it returns outputs, and a new state that is like the old one."""
+        """Call the model once, and check that it returns outputs and a new state like the old one."""
         result = model(self._tokens, pytree.tree_unflatten(self._state, self._structure))
         if not isinstance(result, (tuple, list)) or len(result) != 2:
             raise TypeError(f"model must return (outputs, state), got {kind(result)}")
@@ -184,14 +183,14 @@ class Decoder:
             _check_kept(name, x, old)
 
     def _record(self) -> None:
-        # The stream is the graph's own, as PyTorch would else take one of the device that captured first.
+        # A stream of its own, since PyTorch's default may be of another device, the first that captured.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
                 self._step()
             graph = torch.cuda.CUDAGraph()
-            # Other threads may allocate memory meanwhile.
+            # With "thread_local", other threads may allocate memory during the capture.
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._outputs = self._step()
         torch.cuda.current_stream().wait_stream(stream)
@@ -204,7 +203,7 @@ class Decoder:
 
 
 def check_decoder(decoder: Any, model: nn.Module, input_ids: Tensor) -> None:
-    """Check that `decoder` is a decoder of this model that reads one token for each row of `input_ids`."""
+    """Check that `decoder` is of this model, for one token per row of `input_ids`."""
     if not isinstance(decoder, Decoder):
         raise TypeError(f"decoder must be a Decoder, got {type(decoder).__name__}")
     made_of, tokens = decoder._model, decoder._tokens
@@ -222,7 +221,7 @@ def check_decoder(decoder: Any, model: nn.Module, input_ids: Tensor) -> None:
 
 
 def _named(name: str, tree: Any) -> dict[str, Any]:
-    """The leaves of a pytree by their places in it, as ``state[0].recurrent``."""
+    """The leaves of a pytree by their paths, such as ``state[0].recurrent``."""
     return {name + pytree.keystr(path): x for path, x in pytree.tree_flatten_with_path(tree)[0]}
 
 

@@ -1,4 +1,4 @@
-"""The feed-forward networks that follow the layers of blocks; those of RWKV6 and RWKV7 also read the token before."""
+"""The feed-forward networks of blocks. The networks of RWKV6 and RWKV7 also read the previous token."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SwiGLU(FusesProjections):
 
     def forward(self, x: Tensor) -> Tensor:
         y, up = self._projections(x)
-        y = F.silu(y)  # the same name again, so that no tensor stays in memory for longer
+        y = F.silu(y)  # reuse the name, so that the old tensor is freed
         y = y * up
         return self.down_proj(y)
 
@@ -50,7 +50,7 @@ class RWKV6FeedForward(StatefulLayer):
     $$r = (x + \delta \odot \mu^r) W_r \qquad k = (x + \delta \odot \mu^k) W_k \qquad
     y = \sigma(r) \odot \operatorname{act}(k) W_v$$
 
-    It is called as every layer is. Its state is the last token of each sequence.
+    It is called like a layer. Its state is the last token of each sequence.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class RWKV7FeedForward(StatefulLayer):
 
     $$y = \operatorname{act}\bigl((x + \delta \odot \mu) W_k\bigr) W_v$$
 
-    It is called as every layer is. Its state is the last token of each sequence. First values are those of
-    flash-linear-attention 0.6, which depend on the place `layer_idx` among the `num_hidden_layers` of a model; without
-    one of these they are those of a model of one layer.
+    It is called like a layer. Its state is the last token of each sequence. Its initialization, as in
+    flash-linear-attention 0.6, depends on `layer_idx` and `num_hidden_layers`. Without one of these, it is initialized
+    as in a model of one layer.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Names of repositories of the Hugging Face Hub, without the package huggingface_hub, which is slow to import."""
+"""Names of repositories of the Hugging Face Hub. It does not import huggingface_hub, which is slow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import ModuleType
 
 
 def is_of_hub(name: str | os.PathLike[str]) -> bool:
-    """Whether `name` is no path of this machine and has the form of a repository's, "organisation/name"."""
+    """Whether `name` is no local path and has the form of a repository, "organisation/name"."""
     form = isinstance(name, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)
     return bool(form) and not os.path.exists(name)
 

@@ -1,4 +1,4 @@
-"""Models in folders and on the Hugging Face Hub. No other file imports huggingface_hub."""
+"""Saving and loading models in folders and on the Hugging Face Hub. No other file imports huggingface_hub."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch  # noqa: F401  (as the mixin does when it saves: a package that is missing is found now)
+import safetensors.torch  # noqa: F401  (the mixin imports it when it saves; a missing package is reported now)
 from huggingface_hub import PyTorchModelHubMixin, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -32,7 +32,7 @@ model = RecurrentLM.from_pretrained("...")
 class Saved(
     PyTorchModelHubMixin, library_name="flacompose", pipeline_tag="text-generation", model_card_template=CARD
 ):
-    """A `RecurrentLM` as the mixin takes it, which saves the attribute `module`."""
+    """A wrapper of a `RecurrentLM` for the mixin, which saves the attribute `module`."""
 
     def __init__(self, model: Any) -> None:
         for name, x in model.state_dict().items():
@@ -48,7 +48,7 @@ class Saved(
             raise FileNotFoundError(
                 f"{model_id!r} must be a folder, or a repository of the Hub with a config.json"
             )
-        # Without values first, which is cheap and finds errors in the config.
+        # First without values, which is cheap and finds errors in the config.
         model = model_class(_config(config), device="meta", dtype=dtype)
         if os.path.isdir(model_id):
             file = Path(model_id, WEIGHTS)
@@ -76,7 +76,7 @@ def _config(given: dict[str, Any]) -> RecurrentConfig:
 def load(model_class: Any, name: str, **options: Any) -> Any:
     """A model of this class, from a folder or from the Hub."""
     if os.path.isdir(name):
-        read_json(Path(name, "config.json"))  # the mixin reads it too, and its errors do not name the file
+        read_json(Path(name, "config.json"))  # the mixin reads it too, but its errors do not name the file
     try:
         return Saved.from_pretrained(name, model_class=model_class, **options).module
     except EntryNotFoundError as error:
@@ -84,10 +84,10 @@ def load(model_class: Any, name: str, **options: Any) -> Any:
 
 
 def downloaded(repo_id: str, revision: str | None, file: str, required: bool = False) -> Path | None:
-    """Where a file of a repository of the Hub lies now; None if it has no such file, which may be `required`."""
+    """Download a file of a repository; return its path, or None if it does not exist and is not `required`."""
     try:
         return Path(hf_hub_download(repo_id, file, revision=revision))
-    # `LocalEntryNotFoundError` says that there is no connection, and the file was never downloaded.
+    # `LocalEntryNotFoundError` means that there is no connection, and no earlier download.
     except (RepositoryNotFoundError, LocalEntryNotFoundError) as error:
         raise _not_found(repo_id, error) from error
     except EntryNotFoundError as error:

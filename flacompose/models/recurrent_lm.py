@@ -38,7 +38,7 @@ NewStates = States | tuple[RecurrentStates, ...]
 
 
 class Block(nn.Module):
-    """A layer and a feed-forward network, if there is one, each after a norm and beside a residual connection."""
+    """A layer and perhaps a feed-forward network, each after a norm and in a residual connection."""
 
     def __init__(self, config: RecurrentConfig, layer_idx: int, **factory: Any) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Block(nn.Module):
             options = config.layer_arguments(layer_idx)
             if issubclass(config.layer_class, RWKV7Attention):
                 options["num_hidden_layers"] = config.num_hidden_layers
-                # The first layer of RWKV7 makes the values that the others mix in.
+                # The first layer of RWKV7 makes `v_first` for all other layers.
                 if all(config.attention(i) is not None for i in range(layer_idx)):
                     options["layer_idx"] = 0
             self.attn = cast(Any, config.layer_class)(**options, **factory)
@@ -62,7 +62,7 @@ class Block(nn.Module):
             self.mlp = _feed_forward(config, config.intermediate_size, layer_idx, **factory)
 
     def stateful(self) -> list[StatefulLayer]:
-        """Its modules that have a state, in the order in which they are called."""
+        """The modules with a state, in the order of their calls."""
         return [self.attn, self.mlp] if isinstance(self.mlp, StatefulLayer) else [self.attn]
 
     def forward(
@@ -76,9 +76,9 @@ class Block(nn.Module):
         v_first: Tensor | None,
         gradient_checkpointing: bool,
     ) -> tuple[Tensor, NewStates, Tensor | None]:
-        """Its output, a new state for each of `stateful`, and the `v_first` of the blocks that follow."""
+        """The output, a new state for each of `stateful`, and the `v_first` for the following blocks."""
         arguments = x, states, attention_mask, cu_seqlens, num_states, lower_bound, v_first
-        # Inside the block, so that FSDP2, which wraps blocks, gathers its parameters once for all of its backward.
+        # Inside the block, since FSDP2 wraps blocks, and so gathers parameters once for a whole backward.
         if gradient_checkpointing and torch.is_grad_enabled() and not is_exporting():
             return checkpoint(self._compute, *arguments, use_reentrant=False)
         return self._compute(*arguments)
@@ -111,19 +111,17 @@ class Block(nn.Module):
 class RecurrentLM(nn.Module):
     """A language model of one of flacompose's layers, or a hybrid of it and softmax attention.
 
-    Each block is a layer and a feed-forward network, each after a norm and beside a residual connection, or a layer
-    alone, as in Mamba; embeddings are before the blocks, a norm and a projection to logits after them. The state of the
-    model is a tuple of its layers' states, `RecurrentState`: one for each block, or two with the channel mixing of
-    RWKV6 or RWKV7, which has one too.
-    With layers of RWKV7, the values of the first of them go to all others within a call; softmax attention before or
-    between them passes these values on.
+    The model consists of embeddings, blocks, a norm and a projection to logits. Each block is a layer and a
+    feed-forward network, each after a norm and in a residual connection, or, as in Mamba, a layer alone. The state of
+    the model is a tuple of `RecurrentState`: one for each block, or two with the channel mixing of RWKV6 or RWKV7,
+    which has a state too. With layers of RWKV7, the values of the first go to all other layers of RWKV7 within a call.
 
-    The model compiles with ``fullgraph=True`` and exports at any length, as its layers do.
+    Like its layers, the model compiles with ``fullgraph=True`` and exports at any length.
 
     Args:
         config: The sizes and layers of the model.
         device: Device of the parameters.
-        dtype: Dtype of the parameters. Default: PyTorch's default; float32 for those that layers keep so.
+        dtype: Dtype of the parameters. Default: PyTorch's default; float32 for some parameters of layers.
 
     Raises:
         ValueError: From a layer, if one of its arguments is wrong.
@@ -145,7 +143,7 @@ class RecurrentLM(nn.Module):
             raise TypeError(f"config must be a RecurrentConfig, got {type(config).__name__}")
         self.config = config
         factory = factory_of(device, dtype)
-        # Small, as they give the logits too where they are tied.
+        # Small, since tied embeddings are the projection to logits too.
         self.embeddings = with_initializers(
             nn.Embedding(config.vocab_size, config.hidden_size, **factory),
             weight=partial(nn.init.normal_, std=0.02),
@@ -174,7 +172,7 @@ class RecurrentLM(nn.Module):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> States:
-        """The state before the first token of `batch_size` sequences; as ``init_state`` of each layer makes it."""
+        """The state before the first token of `batch_size` sequences, from ``init_state`` of each layer."""
         return tuple(layer.init_state(batch_size, device=device, dtype=dtype) for layer in self._stateful())
 
     if TYPE_CHECKING:  # nn.Module says nothing of the types of a call
@@ -218,23 +216,21 @@ class RecurrentLM(nn.Module):
     ) -> tuple[Tensor, NewStates]:
         """Go through ``T`` tokens from `state`.
 
-        Text given in pieces, each with the state that the piece before returned, gives what the whole gives.
+        Text may be split over several calls that pass the state on. The results are those of a single call.
 
         Args:
-            input_ids: ``[B, T]``, int64 or int32.
-            state: What `init_state` or a call returned, for ``N`` sequences, ``B`` or those packed.
-                It is not written to. Default: the start.
-            attention_mask: ``[B, T]``, bool or integers, 0 for pads, wherever they are in a row, anything else for
-                tokens; of a longer one the last ``T`` columns count. Logits at pads mean nothing. Default: no pads.
+            input_ids: ``[B, T]``, int64 or int32. state: A state from `init_state` or an earlier call, for ``N``
+            sequences: the ``B`` rows or the packed sequences. It is not changed. Default: the state of `init_state`.
+            attention_mask: ``[B, T]``, bool or integers, 0 for pads and anything else for tokens. Pads may be anywhere
+            in a row. Of a longer mask the last ``T`` columns are used. Logits at pads are arbitrary. Default: no pads.
             cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B``
-                is then 1. Logits past ``cu_seqlens[-1]`` mean nothing. With softmax attention, which then keeps no keys
-                and values, no call can go on from the state that is returned, and `state` must be that of `init_state`.
-                Default: a sequence a row.
-            last_only: Whether the logits are those of the last token of each sequence alone, which spares the memory of
-                the others; those of a sequence without tokens mean nothing.
-            num_states: How many states to return, those after each of the last ``n`` tokens of each row: from 1 to 16,
-                and at most ``T``. For calls of a few tokens, some of which may have to be taken back. Not with
-                `attention_mask` or `cu_seqlens`. Default: the state after the last token alone.
+            is then 1. Logits past ``cu_seqlens[-1]`` are arbitrary. Softmax attention then keeps no keys and values:
+            `state` must come from `init_state`, and no later call can continue from the returned state. Default: one
+            sequence per row. last_only: Whether to return only the logits of the last token of each sequence, which
+            saves memory. Logits of a sequence without tokens are arbitrary. num_states: Number ``n`` of states to
+            return, after each of the last ``n`` tokens of each row: from 1 to 16, and at most ``T``. It is for calls of
+            a few tokens, some of which may be rejected later. Not with `attention_mask` or `cu_seqlens`. Default: the
+            state after the last token alone.
 
         Returns:
             ``(logits, state)``: `logits` is ``[B, T, vocab_size]``, or ``[N, vocab_size]`` with `last_only`; `state` is
@@ -242,14 +238,13 @@ class RecurrentLM(nn.Module):
             [RecurrentStates][flacompose.layers.RecurrentStates].
 
         Raises:
-            ValueError: If a shape is wrong, `state` has not one entry for each layer, `attention_mask` comes with
-                `cu_seqlens`, a model with softmax attention goes on from or to packed sequences, or `num_states` is not
-                as said.
-            TypeError: If `input_ids` are neither int64 nor int32, or another argument has the wrong type.
-            IndexError: From PyTorch on a CPU, if a token is not below `vocab_size`.
+            ValueError: If a shape or the length of `state` is wrong, `attention_mask` comes with `cu_seqlens`, a model
+                with softmax attention would continue from or with packed sequences, or `num_states` is out of range or
+                not allowed. TypeError: If `input_ids` are neither int64 nor int32, or another argument has the wrong
+                type. IndexError: From PyTorch on a CPU, if a token is not below `vocab_size`.
         """
         _check.indices("input_ids", input_ids)
-        # A rank may have none of the tokens that ranks share.
+        # Across ranks, a rank may have no tokens.
         sizes = input_ids.shape if self.ranks is None else input_ids.shape[:1]
         if input_ids.ndim != 2 or _check.is_empty(sizes):
             raise ValueError(f"input_ids must have shape [B, T], none 0, got {tuple(input_ids.shape)}")
@@ -297,40 +292,34 @@ class RecurrentLM(nn.Module):
         num_assistant_tokens: int = 4,
         decoder: Decoder | None = None,
     ) -> Tensor:
-        """Read the prompts in one call, then go on token by token: each one step of the recurrences.
+        """Read the prompts in one call, then generate token by token.
 
-        A model that is compiled in place, by ``model.compile(...)``, generates compiled.
+        A model that was compiled in place, by ``model.compile(...)``, generates with compiled code.
 
         Args:
-            input_ids: The prompts, ``[B, T]``, int64 or int32.
-            max_new_tokens: How many tokens follow, at least 1.
-            temperature: 0 takes the likeliest token each time; above it, tokens are drawn from the softmax of the
-                logits divided by it.
-            top_k: Draw from so many of the likeliest tokens, and from those as likely as the last of them.
-                Default: all.
-            top_p: Draw from the fewest of the likeliest tokens whose probabilities sum to it, above 0, at most 1.
-                Default: all.
-            eos_token_id: A token, or several, that ends a row, which is then filled with it, or with the first of them;
-                when all rows have ended, generation stops. This reads one value on the host for each token.
-                Default: none.
-            attention_mask: ``[B, T]``, 0 for pads of prompts, wherever they are in a row. Every row must have a token.
-                Default: no pads.
-            generator: What draws tokens. Default: PyTorch's.
-            assistant: A smaller model of the same tokens, which proposes some that this model then reads in one call.
-                Those that it would not have chosen are taken back, so the tokens are the same, found in fewer calls:
-                see [Decode speculatively](how-to/speculative.md). At temperature 0 alone. It reads one value on the
-                host for each such call. Default: none.
-            num_assistant_tokens: How many tokens it proposes at a time, from 1 to 15.
-            decoder: A [Decoder][flacompose.models.Decoder] of this model for tokens ``[B, 1]``, int64, which makes the
-                steps after the prompts. It may have been used before. Afterwards it holds the state in which the last
-                new token has not been read. Not with an assistant. Default: the model makes them.
+            input_ids: The prompts, ``[B, T]``, int64 or int32. max_new_tokens: Number of tokens to generate, at least
+            1. temperature: At 0 the likeliest token is chosen. Above 0, tokens are drawn from the softmax of the logits
+            divided by the temperature. top_k: Draw from this many of the likeliest tokens, and from tokens as likely as
+            the last of them. Default: all. top_p: Draw from the fewest likeliest tokens whose probabilities sum to it,
+            above 0, at most 1. Default: all. eos_token_id: A token, or several, that ends a row. The rest of the row is
+            filled with it, or with the first of several. Generation stops when all rows have ended. This reads one
+            value on the host per token. Default: none. attention_mask: ``[B, T]``, 0 for pads of prompts, anywhere in a
+            row. Every row must have a token. Default: no pads. generator: Generator of random numbers. Default:
+            PyTorch's. assistant: A smaller model with the same vocabulary, for [speculative
+            decoding](how-to/speculative.md). It proposes tokens, which this model reads in one call and keeps as far as
+            it would have chosen them. So the tokens are the same, found in fewer calls. Only at temperature 0. It reads
+            one value on the host per such call. Default: none. num_assistant_tokens: Number of tokens that the
+            assistant proposes at a time, from 1 to 15. decoder: A [Decoder][flacompose.models.Decoder] of this model
+            for tokens ``[B, 1]``, int64, for the steps after the prompts. It may have been used before. Its state
+            afterwards does not include the last new token. Not with an assistant. Default: the model computes the
+            steps.
 
         Returns:
             The new tokens, without the prompts, ``[B, max_new_tokens]`` or fewer, int64.
 
         Raises:
             ValueError: If an argument has a wrong value.
-            TypeError: If one has the wrong type.
+            TypeError: If an argument has the wrong type.
         """
         if self.ranks is not None:
             raise ValueError(
@@ -368,18 +357,18 @@ class RecurrentLM(nn.Module):
                 logits = decoder(token[:, None])[:, -1]
 
     def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
-        """Save the model in a folder, through the model mixin of huggingface_hub, as `from_pretrained` loads it.
+        """Save the model in a folder for `from_pretrained`, through the model mixin of huggingface_hub.
 
-        The folder gets ``config.json``, the arguments of the `RecurrentConfig`, ``model.safetensors``, and, unless it
-        has one, ``README.md``, a model card. It needs the packages huggingface_hub and safetensors.
+        The folder gets ``config.json`` with the arguments of the `RecurrentConfig`, ``model.safetensors`` and, unless
+        it has one, a model card ``README.md``. The packages huggingface_hub and safetensors are needed.
 
         Args:
-            save_directory: The folder, which is made if it is missing. Files of these names in it are replaced.
+            save_directory: The folder, which is created if it is missing. Its files of these names are replaced.
 
         Raises:
-            ImportError: If one of the packages is not installed.
-            ValueError: If a parameter is on the meta device, or sharded: ``torch.distributed.checkpoint`` saves those.
-            TypeError: If `save_directory` is no path, or ``layer_options`` hold what JSON does not.
+            ImportError: If one of the packages is not installed. ValueError: If a parameter is on the meta device, or
+            sharded. Use ``torch.distributed.checkpoint`` for sharded ones. TypeError: If `save_directory` is no path,
+            or JSON cannot represent ``layer_options``.
         """
         _check_path("save_directory", save_directory)
         import_mixin("save_pretrained").Saved(self).save_pretrained(save_directory, config=self.config)
@@ -394,13 +383,13 @@ class RecurrentLM(nn.Module):
         branch: str | None = None,
         create_pr: bool = False,
     ) -> str:
-        """Upload what `save_pretrained` saves to the Hugging Face Hub.
+        """Upload the files of `save_pretrained` to the Hugging Face Hub.
 
         Args:
-            repo_id: The repository, "organisation/name", which is made if it is missing.
-            commit_message: Of the commit.
-            private: Whether a new repository is private. Default: as the organisation has it.
-            token: What shows who you are. Default: that of ``hf auth login``.
+            repo_id: The repository, "organisation/name", which is created if it is missing.
+            commit_message: Message of the commit.
+            private: Whether a new repository is private. Default: the setting of the organisation.
+            token: Access token. Default: the token of ``hf auth login``.
             branch: The branch that gets the commit. Default: "main".
             create_pr: Whether the commit becomes a pull request.
 
@@ -408,8 +397,8 @@ class RecurrentLM(nn.Module):
             The URL of the commit.
 
         Raises:
-            ImportError: As `save_pretrained`; likewise ValueError and TypeError.
-            Exception: What huggingface_hub raises.
+            ImportError: As in `save_pretrained`, and so are ValueError and TypeError.
+            Exception: Any error of huggingface_hub.
         """
         saved = import_mixin("push_to_hub").Saved(self)
         return saved.push_to_hub(
@@ -438,23 +427,22 @@ class RecurrentLM(nn.Module):
         """Load a model that `save_pretrained` or `push_to_hub` has saved.
 
         Args:
-            name: A folder, or, if there is none of this name, a repository of the Hugging Face Hub,
-                "organisation/name".
-            device: Where the parameters shall be. Default: the CPU.
-            dtype: As that of the constructor. Default: as they were saved, each.
+            name: A folder or, if no folder has this name, a repository of the Hugging Face Hub, "organisation/name".
+            device: Device of the parameters. Default: the CPU.
+            dtype: Dtype of the parameters. Default: the saved dtype of each.
             revision: A branch, a tag or a commit of the repository. Default: "main".
-            token: What shows who you are, or False for nothing. Default: that of ``hf auth login``.
-            cache_dir: Where downloads are kept. Default: where huggingface_hub keeps all of them.
-            force_download: Whether to download again what is kept.
-            local_files_only: Whether to take only what is kept.
+            token: Access token, or False for none. Default: the token of ``hf auth login``.
+            cache_dir: Folder of downloads. Default: the cache of huggingface_hub.
+            force_download: Whether to download files again that are in the cache.
+            local_files_only: Whether to use only files that are in the cache.
 
         Raises:
             ImportError: If huggingface_hub or safetensors is not installed.
             FileNotFoundError: If there is no such folder or repository, or a file in it is missing.
-            ValueError: If ``config.json`` holds something else than arguments of `RecurrentConfig`, a file cannot be
-                read, or `revision` is given with a folder.
+            ValueError: If ``config.json`` holds anything but arguments of `RecurrentConfig`, a file cannot be read, or
+                `revision` is given with a folder.
             TypeError: If `name` is no path.
-            RuntimeError: From PyTorch, if parameters are missing, have other shapes, or are too many: all are named.
+            RuntimeError: From PyTorch, which names all parameters that are missing, unexpected or of another shape.
         """
         _check_path("name", name)
         _check.optional_float_dtype(dtype)
@@ -512,11 +500,11 @@ class RecurrentLM(nn.Module):
         return [layer for block in self._blocks() for layer in block.stateful()]
 
     def _checked(self, state: Sequence[RecurrentState] | None) -> Sequence[RecurrentState | None]:
-        """`state`, or None for each entry of one; layers check the parts of their own."""
+        """`state`, or None for each entry. Layers check the entries."""
         layers = self._stateful()
         if state is None:
             return [None] * len(layers)
-        one = isinstance(state, (RecurrentState, RecurrentStates))  # which are tuples too, of their parts
+        one = isinstance(state, (RecurrentState, RecurrentStates))  # tuples of the parts of one state
         if one or not isinstance(state, (tuple, list)) or len(state) != len(layers):
             kind = f"a {type(state).__name__}" if one else type(state).__name__
             got = len(state) if isinstance(state, (tuple, list)) and not one else kind
@@ -527,7 +515,7 @@ class RecurrentLM(nn.Module):
         return state
 
     def _naming_the_entry(self, error: StateError) -> Exception:
-        """The `error` of a layer, with the name of an entry of the model's state in place of "state"."""
+        """The `error` of a layer, with the entry of the model's state instead of "state" in the message."""
         message, shapes = error.args
         kind = TypeError if isinstance(error, builtins.TypeError) else ValueError
         for i, layer in enumerate(self._stateful()):
@@ -536,7 +524,7 @@ class RecurrentLM(nn.Module):
         return error
 
     def _lower_bounds(self) -> list[Tensor | None]:
-        """The lower bounds of each block's forget gates: a cumulative softmax over the blocks, 0 in the first."""
+        """The lower bounds of the forget gates of each block: a cumulative softmax over the blocks, 0 in the first."""
         if not hasattr(self, "lower_bounds"):
             return [None] * len(self.layers)
         parts = self.lower_bounds.softmax(
@@ -544,7 +532,7 @@ class RecurrentLM(nn.Module):
         )
         recurrent = [isinstance(block.attn, ForgetGateLayer) for block in self._blocks()]
         rising = parts.cumsum(0) - parts[0]
-        # By index: iterating unbinds them, and DTensor has no gradient of that where a block leaves its own unused.
+        # Indexed one by one, since `unbind` of a DTensor has no gradient if a block does not use its bound.
         return [rising[i] if r else None for i, r in enumerate(recurrent)]
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -579,7 +567,7 @@ catching[RecurrentLM.forward.__code__] = ("StateError",)
 
 
 def _last(x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """The last token of each sequence in ``x [B, T, D]``, ``[N, D]``."""
+    """The last token of each sequence of ``x [B, T, D]``, ``[N, D]``."""
     T = x.shape[1]
     if cu_seqlens is not None:
         return x[0, (bounds(cu_seqlens, T)[1:] - 1).clamp(min=0)]
@@ -593,7 +581,7 @@ def _last(x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -
 def _last_of_ranks(
     ranks: Ranks, x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> Tensor:
-    """`_last` of sequences that the ranks share, on each of them."""
+    """`_last` on every rank, of sequences whose tokens the ranks share."""
     with shared(ranks):
         cu_seqlens = bounds_of_rank(ranks, cu_seqlens, x.shape[1])
         tokens = layout(x, x.shape[2], attention_mask, cu_seqlens)

@@ -30,19 +30,19 @@ def next_token(
     top_p: float | None,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """A token for each row, ``[B]``, int64: of the `top_k` likeliest, and of the fewest that have `top_p` together."""
+    """Draw a token for each row, ``[B]``, int64, from the `top_k` likeliest and the fewest that sum to `top_p`."""
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits.float()
     if top_k is not None and top_k < logits.shape[-1]:
         least = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
-    # The largest becomes 0 first, so that no quotient is infinite and positive. Below the bound, a temperature
-    # would in float32 be 0 or have an infinite reciprocal; at the bound, only the largest have any probability already.
+    # The largest logit becomes 0, so that no quotient is +inf. A temperature below the bound could be 0 in float32, or
+    # have an infinite reciprocal. At the bound, only the largest logits have any probability.
     logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, torch.finfo(torch.float32).tiny)
     probabilities = logits.softmax(-1)
     if top_p is not None:
         ordered, order = probabilities.sort(dim=-1, descending=True)
-        before = ordered.cumsum(-1) - ordered  # the first token stays, whatever its probability is
+        before = ordered.cumsum(-1) - ordered  # so the first token is always kept
         probabilities = torch.zeros_like(ordered).scatter(-1, order, ordered.where(before < top_p, 0))
     return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)

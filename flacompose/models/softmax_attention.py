@@ -1,4 +1,4 @@
-"""Causal softmax attention, for the hybrid models that have some of it between their recurrences."""
+"""Causal softmax attention for hybrid models."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from flacompose.ops._tensors.sizes import always_true
 
 
 class SoftmaxAttention(StatefulLayer):
-    r"""Softmax attention with rotary positions, of $x$, per head:
+    r"""Softmax attention with a rotary embedding, of $x$, per head:
 
     $$q_t = R_t (x W_q)_t \quad k_t = R_t (x W_k)_t \quad v = x W_v \qquad
     o_t = \sum_{s \le t} \operatorname{softmax}_s (K^{-1/2} q_t \cdot k_s)\, v_s \qquad y = o W_o$$
 
-    It is called as every layer is. Its state holds all keys and values so far, so it grows by ``T`` places in a call of
-    ``T`` tokens, pads included; the tokens of a sequence take the first of them.
+    It is called like a layer. Its state holds all keys and values so far. A call of ``T`` tokens, including pads, adds
+    ``T`` places to it; the tokens of a sequence are in its first places.
 
-    Packed sequences attend within themselves. The state after them has positions, and no keys and values: of ``N``
-    sequences these would take ``N`` rows as long as the longest may be. So no call can go on from it, and none with
-    ``cu_seqlens`` goes on from a state that holds any.
+    Packed sequences attend within themselves. Their state has positions but no keys and values, which would need ``N``
+    rows of the greatest possible length. So no call can continue from this state, and a call with ``cu_seqlens`` cannot
+    continue from a state with keys and values.
 
     Args:
         hidden_size: Size of the input, of the output, and of all heads together.
         num_heads: Number of heads.
-        num_kv_heads: Number of heads of keys and values, each shared by neighbouring heads of queries.
+        num_kv_heads: Number of heads of keys and values. Neighbouring heads of queries share each.
             Default: `num_heads`.
         qkv_bias: Whether the projections to queries, keys and values have a bias.
-        window_size: How many tokens a token sees, itself included. Default: all before it.
-        rope_theta: Base of the frequencies of the rotary positions.
+        window_size: Number of tokens that a token sees, including itself. Default: all earlier tokens and itself.
+        rope_theta: Base of the frequencies of the rotary embedding.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
 
     Raises:
-        ValueError: If an argument has a wrong value, or the heads do not divide the size into even numbers.
+        ValueError: If an argument has a wrong value, or `hidden_size` is no multiple of ``2 * num_heads``.
         TypeError: If an argument has the wrong type.
     """
 
@@ -119,8 +119,8 @@ class SoftmaxAttention(StatefulLayer):
             return self.o_proj(o.flatten(2)), RecurrentState((), position=next_position)
         first = past.position is None
         if first:
-            # In memory of its own: the state must not hold the whole of a joint product, nor be a view. Later caches
-            # are no views, and a call that was compiled for a view would be compiled again for them.
+            # A copy, so that the state does not keep the whole product of fused projections in memory, nor is a view.
+            # Later caches are no views, and a call that was compiled for a view would be compiled again.
             v = v.clone(memory_format=torch.contiguous_format)
         else:
             k, v = (_appended(old, new, past.position) for old, new in zip(past.cache, (k, v), strict=True))
@@ -128,19 +128,18 @@ class SoftmaxAttention(StatefulLayer):
         return self.o_proj(o.flatten(2)), RecurrentState((), position=next_position, cache=(k, v))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, first: bool) -> Tensor:
-        """Attention of ``q [B, T, H, D]``, tokens whose own keys are at `position` along ``L`` of ``k [B, L, HKV, D]``.
+        """Attention of ``q [B, T, H, D]`` to ``k [B, L, HKV, D]``. The key of a token is at its `position`.
 
-        In the `first` call, only these tokens have keys.
+        In the `first` call there are no other keys.
         """
         groups = self.num_heads // self.num_kv_heads
         q, k, v = (y.transpose(1, 2) for y in (q, repeat_heads(k, groups), repeat_heads(v, groups)))
-        whole, ranks = first and self.window_size is None, sharing()
-        if whole and ranks is None:
-            # Pads come after the tokens of their row, so that no token sees one.
+        plain, ranks = first and self.window_size is None, sharing()
+        if plain and ranks is None:
+            # Pads come after the tokens of their row, so no token sees a pad.
             o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        elif whole and ranks is not None and not is_compiling():
-            # Up to this rank's own tokens. Dynamo cannot trace the object that stands for this mask, whose module
-            # imports all of Dynamo.
+        elif plain and ranks is not None and not is_compiling():
+            # The keys up to this rank's tokens. Dynamo cannot trace this kind of mask, whose module imports all of it.
             from torch.nn.attention.bias import causal_lower_right
 
             L = q.shape[2] * (ranks.rank + 1)
@@ -162,24 +161,24 @@ class SoftmaxAttention(StatefulLayer):
         groups, T, L = self.num_heads // self.num_kv_heads, q.shape[1], k.shape[1]
         k, v = repeat_heads(k, groups), repeat_heads(v, groups)
         own, ranks = bounds(cu_seqlens, T), sharing()
-        # The bounds among all keys, and how many of these come before the first query.
-        whole, before = own, 0
+        # The bounds of sequences among all keys, and the number of keys before the first query.
+        all_bounds, before = own, 0
         if ranks is not None:
-            whole, before = gathered(ranks, own).sum(0), ranks.rank * T
+            all_bounds, before = gathered(ranks, own).sum(0), ranks.rank * T
         if _has_flash(q):
             from torch.nn.attention.varlen import varlen_attn  # slow to import
 
-            # Places in no sequence make one more before the others and one after them, so that the kernels, which know
-            # no other places, write all of their results. A sequence of queries ends with the last of its keys.
+            # The kernels write only places in sequences. So the places before and after all sequences count as two more
+            # sequences. The last query of a sequence is aligned with the last key.
             window = (-1 if self.window_size is None else self.window_size - 1, 0)
             end = before + T
-            cu_q, cu_k = _covering(own, T), _covering(whole.clamp(max=end), end)
+            cu_q, cu_k = _covering(own, T), _covering(all_bounds.clamp(max=end), end)
             q, k, v = (y.contiguous() for y in (q[0], k[0, :end], v[0, :end]))
             o: Any = varlen_attn(q, k, v, cu_q, cu_k, T, end, window_size=window)
             return o[None]
         query, key = before + torch.arange(T, device=q.device), torch.arange(L, device=q.device)
         query_sequence, key_sequence = (
-            torch.searchsorted(whole, place, right=True) for place in (query, key)
+            torch.searchsorted(all_bounds, place, right=True) for place in (query, key)
         )
         age = query[:, None] - key  # [T, L]
         visible = (query_sequence[:, None] == key_sequence) & (age >= 0)
@@ -192,7 +191,7 @@ class SoftmaxAttention(StatefulLayer):
 def _has_flash(q: Tensor) -> bool:
     """Whether PyTorch has kernels of packed sequences for ``q [1, T, H, D]``.
 
-    They are left out of exported programs, since they are an operator that other runtimes do not know.
+    Exported programs do not use them, since other runtimes do not know their operator.
     """
     return (
         q.is_cuda
@@ -205,7 +204,7 @@ def _has_flash(q: Tensor) -> bool:
 
 
 def _covering(cu: Tensor, T: int) -> Tensor:
-    """The bounds `cu`, int32, with a sequence before and one after them, so that all ``T`` places are in one."""
+    """The bounds `cu`, int32, with one more sequence before and after, so that they cover all ``T`` places."""
     return torch.cat([cu.new_zeros(1), cu, cu.new_full((1,), T)]).int()
 
 
@@ -226,7 +225,7 @@ def _of_all_ranks(ranks: Ranks, k: Tensor, v: Tensor, tokens: Layout) -> tuple[T
 def _appended(old: Tensor, new: Tensor, count: Tensor) -> Tensor:
     """``new [N, T, H, D]`` after the first ``count [N]`` places of ``old [N, L, H, D]``: ``[N, L + T, H, D]``."""
     L, T = old.shape[1], new.shape[1]
-    # Clamped, so that no access leaves the places, whatever `count` holds.
+    # Clamped, so that a wrong `count` cannot cause an access out of bounds.
     place = count.long().clamp(0, L)[:, None] + torch.arange(T, device=new.device)
     index = place[:, :, None, None].expand_as(new)
     return F.pad(old.to(new.dtype), (0, 0, 0, 0, 0, T)).scatter(1, index, new)

@@ -1,6 +1,6 @@
-"""Speculative decoding, https://arxiv.org/abs/2211.17192, of the likeliest tokens.
+"""Speculative decoding, https://arxiv.org/abs/2211.17192, at temperature 0.
 
-A small model proposes tokens, and the model reads them in one call.
+A small model proposes tokens, and the model checks them in one call.
 """
 
 from __future__ import annotations
@@ -23,34 +23,36 @@ def generate(
     ends: Sequence[int],
     attention_mask: Tensor | None,
 ) -> Tensor:
-    """The likeliest tokens of `model`, as many as its `generate` gives, of which `assistant` has guessed some.
+    """The tokens that `generate` of `model` would choose at temperature 0, with proposals of `assistant`.
 
-    In each round the model reads the last token that is known and the tokens proposed after it, and returns its state
-    after each of them. Every row goes on from the state after the last token that was right.
+    In each round the model reads the last known token and the proposed tokens, and returns its state after each of
+    them. Every row continues from the state after its last correct token.
     """
     logits, state = model(input_ids, attention_mask=attention_mask, last_only=True)
     _, ahead = assistant(input_ids, attention_mask=attention_mask, last_only=True)
     n = num_assistant_tokens + 1
-    token = logits.argmax(-1)  # [B], the last that is known, read by neither model
+    token = logits.argmax(-1)  # [B], the last known token, which neither model has read
     place = torch.arange(n, device=token.device)
-    # Past the first `count`, it holds guesses of the last round, which the next overwrites.
+    # Places after the first `count` hold proposals of the last round, which the next round overwrites.
     tokens = torch.cat([token[:, None], token.new_zeros(token.shape[0], max_new_tokens + n - 1)], 1)
     count = torch.ones_like(token)
     while not _complete(tokens, count, max_new_tokens, ends):
         read = _proposed(assistant, ahead, token, num_assistant_tokens)  # [B, n]
         logits, states = model(read, state, num_states=n)
         following = logits.argmax(-1)  # [B, n]
-        right = (following[:, :-1] == read[:, 1:]).long().cumprod(1).sum(1)  # [B], how many of the proposed
+        right = (
+            (following[:, :-1] == read[:, 1:]).long().cumprod(1).sum(1)
+        )  # [B], the number of correct proposals
         _, states_ahead = assistant(read, ahead, num_states=n)
         state, ahead = (tuple(s.at(right) for s in given) for given in (states, states_ahead))
-        # A row that is complete goes on writing, behind the tokens that are wanted.
+        # A complete row continues to write, after the wanted tokens.
         tokens = tokens.scatter(1, count.clamp(max=max_new_tokens)[:, None] + place, following)
         token, count = following.gather(1, right[:, None]).squeeze(1), count + right + 1
     return _until_the_end(tokens[:, :max_new_tokens], ends)
 
 
 def _proposed(assistant: Model, state: Any, token: Tensor, number: int) -> Tensor:
-    """``[B, 1 + number]``: `token` and the tokens that follow it. The state after them is not kept."""
+    """``[B, 1 + number]``: `token` and the proposed tokens. The state after them is dropped."""
     read = [token]
     for _ in range(number):
         logits, state = assistant(read[-1][:, None], state, last_only=True)
@@ -63,7 +65,7 @@ def _is_end(tokens: Tensor, ends: Sequence[int]) -> Tensor:
 
 
 def _complete(tokens: Tensor, count: Tensor, wanted: int, ends: Sequence[int]) -> bool:
-    """Whether every row has all tokens that are wanted of it, which reads one value on the host."""
+    """Whether every row has all its tokens. It reads one value on the host."""
     complete = count >= wanted
     if ends:
         known = torch.arange(tokens.shape[1], device=tokens.device) < count[:, None]
@@ -72,9 +74,9 @@ def _complete(tokens: Tensor, count: Tensor, wanted: int, ends: Sequence[int]) -
 
 
 def _until_the_end(tokens: Tensor, ends: Sequence[int]) -> Tensor:
-    """Each row up to its end, then filled with the first of `ends`, and as long as the longest row needs."""
+    """The rows up to their ends, filled with the first of `ends` to the length of the longest row."""
     if not ends:
         return tokens.clone()
     end = _is_end(tokens, ends).long()
-    ended = end.cumsum(1) - end > 0  # after the first of them
+    ended = end.cumsum(1) - end > 0  # after the first end
     return tokens.masked_fill(ended, ends[0])[:, : int((~ended).sum(1).max())]

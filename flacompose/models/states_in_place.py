@@ -1,4 +1,4 @@
-"""A pass of Inductor: kernels write the new state of a step where they read the old one."""
+"""A pass of Inductor by which kernels overwrite the old state of a step with the new state."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from flacompose._inductor import CustomGraphPass, kernel_side_table, triton_kern
 
 @torch.library.custom_op("flacompose::replaceable", mutates_args=())
 def replaceable(state: Tensor) -> Tensor:
-    """`state`, in memory that may be overwritten after it is read. `StatesInPlace` takes this out of the graph again.
+    """`state`, marked as memory that may be overwritten. `StatesInPlace` removes this operator from the graph.
 
-    It tells the state that a graph is given from its other inputs: parameters, buffers, variables from an outer scope,
-    and the operands of a graph within the graph.
+    The mark distinguishes the state from other inputs of a graph: parameters, buffers, variables of an outer scope, and
+    the operands of an inner graph.
     """
     return state.clone()
 
@@ -30,11 +30,11 @@ def _(state: Tensor) -> Tensor:
 
 
 class StatesInPlace(CustomGraphPass):
-    """Gives the kernel of a recurrence the memory of a `replaceable` old state for the new one, an output of the graph.
+    """Let the kernel of a recurrence write the new state, an output of the graph, over a `replaceable` old state.
 
-    So a decoder need not copy new states to where the next step reads them, which would read and write all of them once
-    more. The caller of such a graph finds its input changed: this is for callers that never look at an old state again.
-    Each program of the kernel reads its part of a state before it writes that part, and no other.
+    This saves a decoder the copy of all new states to the place where the next step reads them. It changes an input of
+    the graph, so it is for callers that never use an old state again. It is safe since each program of the kernel reads
+    only its own part of a state, before it writes this part.
     """
 
     def __call__(self, graph: Graph) -> None:
@@ -52,8 +52,8 @@ class StatesInPlace(CustomGraphPass):
             if old is None:
                 continue
             launch, name = results[i].args
-            # Inductor knows this form, a kernel that writes to an argument and a copy to the same argument at the end,
-            # as a change of the argument in place, and leaves the copy out.
+            # A kernel that writes to an argument, and a final copy to the same argument: Inductor takes this form for a
+            # change in place, and drops the copy.
             launch.update_kwarg("kwargs", {**launch.kwargs["kwargs"], name: old})
             with graph.inserting_before(output):
                 graph.call_function(torch.ops.aten.copy_.default, (old, new))
@@ -61,7 +61,7 @@ class StatesInPlace(CustomGraphPass):
         output.args = (tuple(results),)
 
     def _read_by(self, new: Any, states: set[Node]) -> Node | None:
-        """The state in `states` that the kernel with the result `new` reads, if `new` may overwrite it; else None."""
+        """The state in `states` that the kernel of `new` reads, if `new` may overwrite it; else None."""
         if not isinstance(new, Node) or new.target is not operator.getitem:
             return None
         launch, name = cast(Any, new.args)
@@ -73,7 +73,7 @@ class StatesInPlace(CustomGraphPass):
             return None
         if not _is_recurrent(kernel_side_table.get_kernel(launch.kwargs["kernel_idx"])):
             return None
-        # Whoever else reads the old state could meet the new one.
+        # Any other reader of the old state might read the new state.
         reads = sum(x is old for x in arguments.values())
         if reads > 1 or len(old.users) > 1 or len(new.users) > 1:
             return None

@@ -25,7 +25,7 @@ def read_by(load: Callable[[Path], Any], path: Path) -> dict[str, Tensor]:
         held = load(path)
     except OSError:  # its message has the path
         raise
-    except Exception as error:  # a damaged file, or one of another kind, makes readers raise anything
+    except Exception as error:  # readers of damaged or other files may raise any error
         raise ValueError(f"{path} must be a whole {path.suffix} file of tensors: {error!r}") from error
     check_names(str(path), held)
     return held

@@ -85,7 +85,7 @@ __all__ = [
     "selective_state_update",
 ]
 
-if not TYPE_CHECKING:  # which would take every name for one of the module
+if not TYPE_CHECKING:  # a type checker would accept every name through it
     __getattr__ = absent_from(__name__)
 
 for _name in __all__:

@@ -385,7 +385,7 @@ BREAKS = [
     Break("ops/_parallel/form.py", "d_initial if ranks.rank == 0 else", "d_initial if True else", SHARED, "ranks and 2"),
     Break("ops/_parallel/form.py", "x.view_as(x) if twice", "x if twice", COMPOSED, "compiled"),
     Break("distributed/context_parallel.py", "if state.shape[:1] != (N,):", "if False:", COMPOSED, "misuse"),
-    Break("layers/recurrent.py", "# Errors are found here, before the ranks wait for each other.\n", "bounds_of_rank(self.ranks, cu_seqlens, hidden_states.shape[1])\n", COMPOSED, "misuse"),
+    Break("layers/recurrent.py", "# Raise errors here, before the ranks wait for each other.\n", "bounds_of_rank(self.ranks, cu_seqlens, hidden_states.shape[1])\n", COMPOSED, "misuse"),
     Break("distributed/tensor_parallel.py", '_FROM_HEADS = ("o_proj", ', "_FROM_HEADS = (", "distributed", "heads_are_shared"),
 ]  # fmt: skip
 

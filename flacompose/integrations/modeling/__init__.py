@@ -1,11 +1,11 @@
-"""Replacements for parts of transformers' models: a file for each model or family, and one for each thing they share.
+"""Replacements for parts of transformers' models: one file per group of models, and files for shared parts.
 
-- `convolution`, `delta_rule` and `mamba_scan` have the functions that modeling files call for their recurrences. They
-  take the arguments of the functions that they replace, and ignore the same ones. Where a modeling file expects that
-  its cache is written to, it is written to here, at the edge: the ops themselves return new states.
-- `arguments` reads caches, bounds and masks from the arguments of a forward. `forward` has the parts that forwards of
-  several models are made of, and `caches` the caches that transformers lacks.
-- Every other file is named for a model. Its table `FORWARDS` has, by the names of classes, functions that take the
-  forward of the class and return the forward that replaces it. A layer that is in no table, and whose forward calls the
-  functions above, gets `plain_layer_forward`.
+- `convolution`, `delta_rule` and `mamba_scan` replace the functions that modeling files call for their recurrences, and
+  take the same arguments. If a modeling file expects a function to write to its cache, the replacement does so; the ops
+  return new states.
+- `arguments` reads caches, bounds and masks from the arguments of a forward, `forward` has the common parts of
+  forwards, and `caches` has caches that transformers lacks.
+- All other files are named after a model. Their table `FORWARDS` maps the names of classes to functions that take the
+  forward of the class and return its replacement. A layer in no table whose forward calls the functions above gets
+  `plain_layer_forward`.
 """

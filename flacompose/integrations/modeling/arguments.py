@@ -1,7 +1,7 @@
 """The arguments of a forward: its cache, the bounds of packed sequences, its mask.
 
-The bounds come as `cu_seq_lens_q`, which transformers' collators make for attention, or as `cu_seqlens`. They come
-without a cache, which has one row for each row of a batch and none for each sequence.
+The bounds are `cu_seq_lens_q`, which transformers' collators make for attention, or `cu_seqlens`. They exclude a cache,
+which has one row per row of the batch, not per sequence.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from flacompose.ops._parallel.ranks import sharing
 
-# By which of their arguments modules of transformers tell packed sequences apart.
+# The arguments that describe packed sequences in transformers.
 PACKED = ("cu_seq_lens_q", "cu_seqlens", "seq_idx")
-# The names of a cache: "cache" in newer releases of transformers, which have the others still, as deprecated ones.
+# The names of a cache: "cache" in newer releases of transformers, where the other names are deprecated.
 CACHES = ("cache", "past_key_values", "cache_params", "state")
 
 
 def bounds_of(kwargs: dict[str, Any]) -> Tensor | None:
-    """The bounds of packed sequences, or None if each row is one."""
+    """The bounds of packed sequences, or None if each row is one sequence."""
     given = given_bounds(kwargs)
     if given is None and kwargs.get("seq_idx") is not None:
         raise ValueError(
@@ -37,14 +37,14 @@ def given_bounds(kwargs: dict[str, Any]) -> Tensor | None:
 
 
 def refuse_packed(kwargs: dict[str, Any]) -> None:
-    """Raise an error for packed sequences; for a forward that has a cache."""
+    """Raise an error for packed sequences. It is for a forward with a cache."""
     for key in PACKED:
         if kwargs.get(key) is not None:
             raise ValueError(f"{key} must come without a cache (use_cache=False), got one")
 
 
 def finder_of_caches() -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    """A function that returns the cache, or None, among the arguments of a forward, whatever transformers calls it."""
+    """A function that finds the cache, or None, among the arguments of a forward."""
     from transformers.cache_utils import Cache
 
     def cache_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -57,18 +57,18 @@ def finder_of_caches() -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
 
 
 def name_of_cache(forward: Callable[..., Any]) -> str:
-    """The name of the cache among the arguments of a forward, in the transformers that is there."""
+    """The name of the cache argument of a forward in the installed version of transformers."""
     names = inspect.signature(forward).parameters
     return next(name for name in CACHES if name in names)
 
 
 def unwritten(state: Any) -> Any:
-    """A state of a cache, or a copy, which the op that reads it may keep for a backward: the cache is written to."""
+    """A state of a cache, copied if a backward may need it: the cache is overwritten later."""
     return state.clone() if state is not None and torch.is_grad_enabled() else state
 
 
 def tokens_of(attention_mask: Any) -> Tensor | None:
-    """``[B, T]``, 0 at pads, of a mask, or of one for each kind of layer, which `generate` of newer releases makes."""
+    """The mask ``[B, T]``, 0 at pads. `generate` of newer releases makes one for each kind of layer."""
     mask = attention_mask.get("linear_attention") if isinstance(attention_mask, dict) else attention_mask
     return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
@@ -79,5 +79,5 @@ def masked(x: Tensor, attention_mask: Tensor | None) -> Tensor:
 
 
 def is_step(x: Tensor) -> bool:
-    """Whether there is one token of ``x [B, T, ...]``, as in decoding; across ranks it is one of many."""
+    """Whether ``x [B, T, ...]`` is one token, as in decoding. Across ranks a single token is one of many."""
     return x.shape[1] == 1 and sharing() is None

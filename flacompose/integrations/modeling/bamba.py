@@ -1,4 +1,4 @@
-"""Bamba: its decoder, which numbers tokens. Its mixer is that of Mamba-2."""
+"""Bamba: the positions of its decoder. `mamba2` has its mixer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def bamba_model_forward(
     forward: Forward, model: Any, cache: Any, /, input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None, position_ids: Tensor | None = None, *args: Any, **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """Number the tokens behind those of a cache from there on, where no `position_ids` are given, and not from 0."""
+    """Without `position_ids`, continue the positions of a cache. Transformers begins with 0 again."""
     x = kwargs.get("inputs_embeds") if input_ids is None else input_ids
     if position_ids is None and cache is not None and x is not None:
         position_ids = cache.get_seq_length() + torch.arange(x.shape[1], device=x.device)[None]

@@ -1,4 +1,4 @@
-"""Caches for the states that those of transformers have no place for. To import it needs transformers."""
+"""Caches for states that the caches of transformers cannot hold. Importing this file needs transformers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from transformers.models.xlstm.modeling_xlstm import xLSTMCache
 
 
 class RecurrentLayer(LinearAttentionLayer):
-    """A layer for linear attention that can repeat and select rows, which `MiniMaxCache` asks of all its layers."""
+    """A cache layer of linear attention that can repeat and select rows, as `MiniMaxCache` expects."""
 
     device: Any  # None until there is a state
 
     def keep(self, recurrent: Tensor, conv: Tensor | None = None) -> None:
-        """Hold these states, which are new tensors, from now on."""
+        """Replace the states by these new tensors."""
         self.recurrent_states[0], self.device = recurrent, recurrent.device
         self.is_recurrent_states_initialized[0] = self.has_previous_state[0] = True
         if conv is not None:
@@ -37,7 +37,7 @@ class RecurrentLayer(LinearAttentionLayer):
 
 
 def recurrent_layer(cache: Any, index: int) -> RecurrentLayer:
-    """The layer of a cache that has the state of a model's layer `index`, for which transformers meant another."""
+    """The cache layer for the state of layer `index` of a model, in place of the one that transformers made."""
     while len(cache.layers) <= index:
         cache.layers.append(DynamicLayer())
     if not isinstance(cache.layers[index], RecurrentLayer):
@@ -46,14 +46,14 @@ def recurrent_layer(cache: Any, index: int) -> RecurrentLayer:
 
 
 def linear_layer(cache: Any, index: int, layers: int) -> Any:
-    """The layer of a `MiniMaxCache` that has the state of the model's layer `index`, of so many `layers`."""
+    """The layer of a `MiniMaxCache` for the state of layer `index` of a model with `layers` layers."""
     if index < len(cache.linear_cache) and isinstance(cache.linear_cache[index], Tensor):
         raise ValueError(
             "the cache must have been filled on this library's ops, got one that transformers has filled, in which it "
             "miscounts MiniMax's tokens: start again with an empty cache"
         )
     if len(cache.linear_cache) < layers:
-        # The cache looks for each layer in this list, softmax attention included, and where it finds [], in its layers.
+        # The cache looks for every layer in this list first, and if it finds [], in its own layers.
         cache.set_linear_cache(layers - 1, [])
     while len(cache.layers) <= index:
         cache.layers.append(RecurrentLayer() if len(cache.layers) == index else DynamicLayer())
@@ -61,10 +61,10 @@ def linear_layer(cache: Any, index: int, layers: int) -> Any:
 
 
 class BeamCache(xLSTMCache):
-    """The cache of xLSTM with states of the sizes of its layers, and with rows that beam search can reorder."""
+    """The cache of xLSTM, with the state sizes of its layers, and rows that beam search can reorder."""
 
     def __init__(self, model: Any, batch: int, dtype: torch.dtype, device: Any) -> None:
-        # Without rows: transformers rounds the sizes of all heads together up to multiples of 64.
+        # Made for 0 rows, since transformers rounds the sizes of its states up.
         super().__init__(model.config, 0, dtype, device)
         H, layer = model.config.num_heads, model.blocks[0].mlstm_layer
         K, V = layer.qk_dim // H, layer.v_dim // H

@@ -1,4 +1,4 @@
-"""The short convolutions of modeling files, over `causal_conv1d`."""
+"""The short convolutions of modeling files, by `causal_conv1d`."""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ def convolve_step(
     y, last = short_conv.update(hidden_states.transpose(1, 2), weight, bias, before, None, fused)
     if L != W:
         last = last[..., -L:] if L < W else torch.cat([conv_state, hidden_states], -1)[..., -L:]
-    # The op widens the state that it has written in place. The compiler cancels that with `to`, and not with `copy_`.
+    # The op upcasts the state that it has overwritten. The compiler cancels this with an explicit `to`, but not with
+    # the cast of `copy_`.
     conv_state.copy_(last.to(conv_state.dtype))
     return _activated(y, None if fused else activation).transpose(1, 2)
 
 
 def _convolved_by_index(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor) -> Tensor:
-    """The convolution where only ``seq_idx [B, T]``, the number of each token's sequence, tells sequences apart."""
+    """The convolution of packed sequences, if only ``seq_idx [B, T]``, the sequence of each token, is given."""
     T, W = x.shape[1], weight.shape[1]
     if sharing() is not None:
         raise ValueError("seq_idx must come with cu_seq_lens_q across ranks, got seq_idx alone")
@@ -71,6 +72,6 @@ def _activated(y: Tensor, activation: str | None) -> Tensor:
 
 
 class Bounds(NamedTuple):
-    """The bounds of packed sequences, as `seq_idx` of forwards that pass that on to `convolve` and do not read it."""
+    """The bounds of packed sequences, in place of `seq_idx` in forwards that only pass it on to `convolve`."""
 
     cu_seqlens: Tensor | None

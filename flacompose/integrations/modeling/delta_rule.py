@@ -1,4 +1,4 @@
-"""The delta rules of modeling files: the gated one and KDA, of whole sequences and of one token."""
+"""The gated delta rule and KDA of modeling files, for sequences and for one token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flacompose.ops._recurrences.matrix import op
 
 
 def delta_rule(form: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of modeling files in place of which `form` is called, an op or `step` below."""
+    """The replacement of a function of modeling files that calls `form`, an op or `step` below."""
 
     def attention(
         query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *,
@@ -34,7 +34,7 @@ def step(
     output_final_state: bool, use_qk_l2norm_in_kernel: bool, **given: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """One token: `gate` is "g" for decays of heads, "gk" of channels."""
-    # The compiler makes one kernel for both gates, as they are stacked. Neither may be rounded for that.
+    # Stacked, both gates are one kernel of the compiler. The cast must not round `beta`.
     exact = g.shape == beta.shape and torch.promote_types(g.dtype, beta.dtype) == g.dtype
     if exact and torch.compiler.is_compiling():
         g, beta = torch.stack((g, beta.to(g.dtype))).unbind()

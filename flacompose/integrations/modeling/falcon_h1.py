@@ -1,4 +1,4 @@
-"""Falcon-H1: one token of its mixer."""
+"""Falcon-H1: the single token of decoding in its mixer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from flacompose.integrations.modeling.mamba_scan import state_space_step
 
 
 def falcon_h1_mixer_forward(forward: Forward) -> Forward:
-    """Compute one token here.
+    """Compute a single token here.
 
-    Transformers gives its function for one token no limits of time steps, and no other argument through which they
-    could come. In 5.17, with `mamba_rms_norm`, it multiplies each row by the gates of all rows.
+    For a single token, transformers ignores the limits of time steps, and passes no argument that could carry them. In
+    5.17, with `mamba_rms_norm`, it also multiplies each row by the gates of all rows.
     """
     from transformers.integrations.accelerate import force_accelerate_hooks
 
@@ -36,7 +36,7 @@ def falcon_h1_mixer_forward(forward: Forward) -> Forward:
 
 
 def _step(layer: Any, hidden_states: Tensor, mask: Tensor | None, cached: Any) -> Tensor:
-    """``[B, 1, D]`` of one token, which writes to the states in the layer of a cache."""
+    """The output ``[B, 1, D]`` of one token. It writes to the states of the cache layer."""
     H, P, G, S = layer.num_heads, layer.head_dim, layer.n_groups, layer.ssm_state_size
     conv, sizes = layer.conv1d, (layer.intermediate_size, layer.conv_dim, H)
     x = layer.in_proj(masked(hidden_states, mask) * layer.ssm_in_multiplier) * layer.mup_vector

@@ -1,4 +1,4 @@
-"""The parts that forwards of several models are made of."""
+"""The common parts of forwards of several models."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ Forward: TypeAlias = Callable[..., Any]
 
 
 class ModuleWith:
-    """A module that has some attributes unlike its own, for one call of its forward."""
+    """A module with some other attributes, for one call of its forward."""
 
-    forward = None  # where transformers asks whether its wrapper for checkpoints is the outermost: it is further out
+    forward = None  # transformers looks here for its checkpointing wrapper, which is outside of this object
 
     def __init__(self, module: Any, **attributes: Any) -> None:
         object.__setattr__(self, "_module", module)
         for name, value in attributes.items():
             object.__setattr__(self, name, value)
 
-    # Transformers records hidden states by the class of a model, and notes in the model that it does.
+    # Transformers records hidden states by the class of a model, and marks the model.
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        return self._module.__class__ if vars(self) else ModuleWith  # where Dynamo traces it, it is empty
+        return self._module.__class__ if vars(self) else ModuleWith  # it is empty while Dynamo traces it
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._module, name, value)
@@ -45,10 +45,9 @@ class ModuleWith:
 
 
 def module_forward(compute: Callable[..., Any]) -> Callable[[Forward], Forward]:
-    """Make of `compute` a function that takes the forward of a module and returns the forward that replaces it.
+    """Turn `compute` into a function from the forward of a module to its replacement.
 
-    `compute` is given the forward that is replaced, the module, the cache or None, and the arguments, in which the
-    cache is too.
+    `compute` gets the replaced forward, the module, the cache or None, and all arguments, including the cache.
     """
 
     def of(forward: Forward) -> Forward:
@@ -64,10 +63,10 @@ def module_forward(compute: Callable[..., Any]) -> Callable[[Forward], Forward]:
 
 
 def layer_forward(compute: Callable[..., Any]) -> Callable[[Forward], Forward]:
-    """`module_forward` for a recurrent layer: before a cache is written to, two things that it cannot have are refused.
+    """`module_forward` for a recurrent layer. With a cache it refuses packed sequences, and a record of the past.
 
-    These are packed sequences, and a record of the past, by which `Cache.crop` would take tokens back out of the state
-    of the convolution and leave the state of the recurrence as it is.
+    With such a record, `Cache.crop` would remove tokens from the state of the convolution, but not from the state of
+    the recurrence.
     """
 
     @module_forward
@@ -88,13 +87,13 @@ def layer_forward(compute: Callable[..., Any]) -> Callable[[Forward], Forward]:
 
 @layer_forward
 def plain_layer_forward(forward: Forward, layer: Any, _: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """For a layer in which nothing is replaced but the functions that its forward calls."""
+    """For a layer in which only the functions that its forward calls are replaced."""
     return forward(layer, *args, **kwargs)
 
 
 @module_forward
 def unpacked_forward(forward: Forward, module: Any, _: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """For a module that mixes neighbouring sequences, and refuses packed ones."""
+    """For a module that would mix packed sequences. It refuses them."""
     for key in PACKED:
         if kwargs.get(key) is not None:
             raise ValueError(
@@ -104,7 +103,7 @@ def unpacked_forward(forward: Forward, module: Any, _: Any, /, *args: Any, **kwa
 
 
 def passing_to(*names: str, keys: tuple[str, ...] = PACKED) -> Callable[[Forward], Forward]:
-    """For a module whose forward calls modules of these `names`, and leaves out the arguments `keys`, if given."""
+    """For a module that drops the arguments `keys`. They are passed on to its children `names`."""
 
     def of(forward: Forward) -> Forward:
         takes_any = inspect.getfullargspec(inspect.unwrap(forward)).varkw is not None
@@ -124,7 +123,7 @@ def passing_to(*names: str, keys: tuple[str, ...] = PACKED) -> Callable[[Forward
 
 
 def called_with(module: nn.Module, given: dict[str, Any]) -> Any:
-    """A module, or each module of a list, with these arguments beside those of a call."""
+    """A module, or a list of modules, that adds the arguments `given` to each call."""
     if isinstance(module, nn.ModuleList):
         return [partial(each, **given) for each in module]
     return partial(module, **given)
@@ -133,9 +132,10 @@ def called_with(module: nn.Module, given: dict[str, Any]) -> Any:
 def making_cache(
     make: Callable[[Any, Tensor], Any], in_training: bool = True
 ) -> Callable[[Forward], Forward]:
-    """For a model that is given no cache, and would make none, or one that its layers cannot use.
+    """For a model that, without a given cache, makes none, or one that its layers cannot use.
 
-    `make` is given the model and its ids or embeddings, in training only if the model makes a cache then unasked.
+    `make` gets the model and its ids or embeddings. `in_training` tells whether the model makes a cache in training
+    too.
     """
 
     def of(forward: Forward) -> Forward:
@@ -150,7 +150,7 @@ def making_cache(
             x = given.get("inputs_embeds") if x is None else x
             if use_cache is None:
                 use_cache = self.config.use_cache and (in_training or not self.training)
-            checkpointed = self.training and self.gradient_checkpointing  # which transformers refuses a cache
+            checkpointed = self.training and self.gradient_checkpointing  # then transformers makes no cache
             if use_cache and x is not None and not checkpointed and not given.keys() & {*CACHES}:
                 given[name] = make(self, x)
             return forward(self, *args[len(names) :], **given)
@@ -161,7 +161,7 @@ def making_cache(
 
 
 def dtype_of_states(model: nn.Module, x: Tensor) -> torch.dtype:
-    """The dtype of the states of a model that is given ids or embeddings `x`."""
+    """The dtype of the states of a model with the ids or embeddings `x`."""
     return state_dtype(
         x.dtype if x.is_floating_point() else cast(Any, model).get_input_embeddings().weight.dtype
     )

@@ -1,4 +1,4 @@
-"""GLM-5-Next: its sparse attention mixes packed sequences."""
+"""GLM-5-Next: its sparse attention refuses packed sequences, since it would mix them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inkling and Inkling 2: packed sequences in their convolutions, some of which, in Inkling 2, mix them."""
+"""Inkling and Inkling 2: packed sequences in their convolutions. Some of Inkling 2 refuse them."""
 
 from __future__ import annotations
 

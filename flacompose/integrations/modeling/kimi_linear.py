@@ -1,4 +1,4 @@
-"""Kimi Linear: its layers of KDA. Its decoder, softmax attention and feed-forward networks are as in `qwen3_next`."""
+"""Kimi Linear: its layers of KDA. The decoder, softmax attention and feed-forward networks are as in `qwen3_next`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flacompose.integrations.modeling.qwen3_next import (
 
 @layer_forward
 def kimi_linear_delta_rule_forward(forward: Forward, layer: Any, _: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """For a layer whose projections may be joined."""
+    """For a layer whose projections may be fused."""
     return forward(ModuleWith(layer, **joined_projections(layer)), *args, **kwargs)
 
 

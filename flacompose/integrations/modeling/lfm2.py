@@ -1,4 +1,4 @@
-"""LFM2 and LFM2-MoE: layers that are a short convolution and nothing else."""
+"""LFM2 and LFM2-MoE: layers that consist of a short convolution."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flacompose.integrations.modeling.forward import Forward, layer_forward, pas
 
 @layer_forward
 def lfm2_convolution_forward(forward: Forward, layer: Any, _: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Pass the bounds of packed sequences on in `seq_idx`, the only argument that the forward gives its convolution."""
+    """Pass the bounds of packed sequences in `seq_idx`, the only such argument that the forward passes on."""
     bounds = given_bounds(kwargs)
     if bounds is not None:
         kwargs = {key: x for key, x in kwargs.items() if key not in PACKED}

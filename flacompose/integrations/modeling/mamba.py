@@ -1,7 +1,7 @@
 """Mamba, Falcon Mamba, Jamba and Zamba: packed sequences, and prompts in pieces.
 
-Transformers gives its scan neither the bounds of the one nor the state of the other. Where one of them is there, the
-mixer is computed here; elsewhere its forward calls the functions of `mamba_scan`.
+Transformers passes neither bounds of sequences nor an initial state to its scan. Calls with one of them are computed
+here. In all other calls the forward of transformers calls the functions of `mamba_scan`.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ def mamba_mixer_forward(forward: Forward) -> Forward:
 
 
 def zamba_mixer_forward(forward: Forward) -> Forward:
-    """For Zamba, whose input projection has the channels of the scan and of the gate in turns."""
+    """For Zamba, whose input projection alternates between channels of the scan and of the gate."""
     return _mixer_forward(
         forward, lambda xz: xz.unflatten(-1, (-1, 2)).unbind(-1), _zamba_parameters, ["conv1d"]
     )
 
 
 def _mamba_parameters(layer: Any, u: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """The time steps without their bias, that bias, ``B`` and ``C`` of the tokens ``u [B, T, D]``."""
+    """The time steps before their bias, the bias, ``B`` and ``C`` of the tokens ``u [B, T, D]``."""
     project, S = layer.dt_proj, layer.ssm_state_size
     delta, B, C = layer.x_proj(u).split([layer.time_step_rank, S, S], -1)
     if hasattr(layer, "dt_layernorm"):  # Falcon Mamba and Jamba
         delta, B, C = layer.dt_layernorm(delta), layer.b_layernorm(B), layer.c_layernorm(C)
-    if hasattr(layer.config, "_is_quantized"):  # the weight is then no matrix
+    if hasattr(layer.config, "_is_quantized"):  # then the weight is no matrix
         return project(delta) - project.bias, project.bias, B, C
     return torch.nn.functional.linear(delta, project.weight), project.bias, B, C
 
 
 def _zamba_parameters(layer: Any, u: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """The same of heads with weights of their own, for one scan in which each head is a group of channels."""
+    """`_mamba_parameters` for heads with weights of their own, as groups of channels of one scan."""
     S, heads = layer.ssm_state_size, u.unflatten(-1, (layer.n_mamba_heads, -1))
     projected = torch.einsum("bthd,hpd->bthp", heads, layer.x_proj_weight)
     delta, B, C = projected.split([layer.time_step_rank, S, S], -1)
@@ -57,8 +57,8 @@ def _mixer_forward(
 ) -> Forward:
     """Compute packed sequences and prompts in pieces here, and everything else by `forward`.
 
-    `split` takes the input projection apart into the scan's input and its gate. `parameters` makes the other arguments
-    of the scan's input. `read` are modules whose weights are read without a call: accelerate may have to load them.
+    `split` splits the input projection into the input and the gate of the scan. `parameters` computes the other
+    arguments of the scan. `read` names modules whose weights are read without a call: accelerate may have to load them.
     """
     from transformers.integrations.accelerate import force_accelerate_hooks
 
@@ -90,12 +90,12 @@ def _mixer_forward(
         forward: Forward, layer: Any, cache: Any, /, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         bounds, T = bounds_of(kwargs), hidden_states.shape[1]
-        if len(args) > 1:  # the cache and the mask, by position
+        if len(args) > 1:  # the cache and the mask were given by position
             kwargs["attention_mask"], args = args[1], args[:1]
         mask = kwargs.get("attention_mask")
         continued = cache is not None and cache.has_previous_state(layer.layer_idx)
         if continued and mask is not None:
-            kwargs["attention_mask"] = mask = mask[:, -T:]  # Mamba's has the cached tokens too
+            kwargs["attention_mask"] = mask = mask[:, -T:]  # the mask of Mamba covers cached tokens too
         if bounds is None and (not continued or T == 1):
             return forward(layer, hidden_states, *args, **kwargs)
         return scanned(layer, hidden_states, mask, cache, bounds)

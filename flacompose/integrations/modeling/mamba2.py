@@ -1,4 +1,4 @@
-"""Mamba-2, Granite hybrid, Nemotron-H and Zamba2: the limits of their time steps."""
+"""Mamba-2, Granite hybrid, Nemotron-H and Zamba2: the limits of time steps."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from flacompose.integrations.modeling.forward import Forward, layer_forward, pas
 def mamba2_mixer_forward(
     forward: Forward, layer: Any, cache: Any, /, hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Give the function for one token the limits of time steps. Transformers gives them to the one for several only.
+    """Pass the limits of time steps to the function for one token. Transformers passes them for several tokens only.
 
-    The forward passes every keyword that it does not know on to that function.
+    The forward passes unknown keywords on to this function.
     """
     if is_decoding(layer, cache, hidden_states):
         kwargs["dt_limit"] = layer.time_step_limit
@@ -23,7 +23,7 @@ def mamba2_mixer_forward(
 
 
 def is_decoding(layer: Any, cache: Any, hidden_states: Tensor) -> bool:
-    """Whether a mixer of transformers computes one token from the states in its cache."""
+    """Whether a mixer of transformers would compute one token from the states in its cache."""
     return cache is not None and hidden_states.shape[1] == 1 and cache.has_previous_state(layer.layer_idx)
 
 

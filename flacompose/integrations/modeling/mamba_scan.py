@@ -1,4 +1,4 @@
-"""The scans of modeling files: Mamba's, Mamba-2's, and the step of both."""
+"""The scans of Mamba and Mamba-2 in modeling files, and the step of both."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def state_space_step(
 ) -> Tensor:  # fmt: skip
     """`mamba2_selective_state_update` and `mamba_selective_state_update`, which write to `state`.
 
-    Transformers has no `dt_limit` for one token. It is given by the forwards of Mamba-2 that replace its own.
+    Transformers has no `dt_limit` for one token. The replaced forwards of Mamba-2 pass it.
     """
     if tuple(dt_limit) != NO_LIMIT:
         dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
@@ -62,4 +62,4 @@ def state_space_step(
 
 
 def no_fused_block(*_: Any, **__: Any) -> None:
-    """In place of the functions that compute a whole block in one: transformers then calls its parts."""
+    """In place of functions that compute a block at once. Transformers then calls the parts of the block."""

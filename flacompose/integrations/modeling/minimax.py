@@ -1,4 +1,4 @@
-"""MiniMax: its lightning attention is computed by one op, and its state is in another place of the cache."""
+"""MiniMax: one op computes its lightning attention, and the state is elsewhere in the cache."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def minimax_attention_forward(
     forward: Forward, layer: Any, cache: Any, /,
     hidden_states: Tensor, position_embeddings: Any, attention_mask: Tensor | None, *args: Any, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Lightning attention, in place of its forward: one op for its loops over blocks and over tokens.
+    """Lightning attention by one op, in place of the loops over blocks and tokens.
 
-    The state is where other models have theirs, in a layer of the cache for linear attention. In the list that
-    transformers keeps it in for MiniMax, beams would not reorder it, and the cache would take this layer for one of
-    softmax attention that has seen no token, and count positions and masks by it.
+    The state is in a cache layer of linear attention, as in other models. Transformers keeps it in a list, which beam
+    search does not reorder. The cache would then take the layer for softmax attention without tokens, and derive
+    positions and masks from it.
     """
     from transformers.models.minimax.modeling_minimax import apply_mask_to_padding_states
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next, Qwen3.5, Qwen4 and OLMo hybrid: groups of value heads, masks, and projections that are joined."""
+"""Qwen3-Next, Qwen3.5, Qwen4 and OLMo hybrid: grouped value heads, masks, and fused projections."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from flacompose.layers.fused_projections import fusible_paths
 
 @layer_forward
 def qwen3_next_delta_rule_forward(forward: Forward, layer: Any, _: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Leave queries and keys as they are: the op takes groups of value heads.
+    """Do not repeat queries and keys, since the op takes grouped value heads.
 
-    The forward reads ``num_v_heads`` for one purpose, to repeat queries and keys for each value head.
+    The forward reads ``num_v_heads`` only to repeat queries and keys for each value head.
     """
     return forward(
         ModuleWith(layer, num_v_heads=layer.num_k_heads, **joined_projections(layer)), *args, **kwargs
@@ -27,32 +27,32 @@ def qwen3_next_delta_rule_forward(forward: Forward, layer: Any, _: Any, /, *args
 
 @module_forward
 def qwen3_next_model_forward(forward: Forward, model: Any, cache: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Compile a decoder without a mask where it is given nothing but whole sequences.
+    """Compile a decoder without a mask if its sequences need only a causal mask.
 
-    PyTorch's softmax attention is causal by itself. Traced, transformers cannot see that there is no more to mask, and
-    makes a mask of all pairs of tokens, with which no kernel leaves out those that it masks.
+    PyTorch's softmax attention is causal without a mask. While it is traced, transformers makes a mask of all pairs of
+    tokens, with which kernels do not skip the masked pairs.
     """
     given = [cache, *(kwargs.get(key) for key in ("attention_mask", "position_ids", *PACKED))]
-    whole = len(args) <= 1 and all(x is None for x in given)
+    only_causal = len(args) <= 1 and all(x is None for x in given)
     config = model.config
     by_itself = config._attn_implementation == "sdpa" and getattr(config, "is_causal", True)
-    # An exported program may be called with one token and a cache where the example had several and none.
-    if whole and by_itself and torch.compiler.is_compiling() and not is_exporting():
+    # An exported program may be called with one token and a cache, even if the example had no cache.
+    if only_causal and by_itself and torch.compiler.is_compiling() and not is_exporting():
         kwargs["attention_mask"] = dict.fromkeys(config.layer_types)
     return forward(model, *args, **kwargs)
 
 
 @module_forward
 def joined_projections_forward(forward: Forward, module: Any, _: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """For softmax attention or a feed-forward network whose projections may be joined."""
+    """For softmax attention or a feed-forward network whose projections may be fused."""
     given = joined_projections(module)
     return forward(ModuleWith(module, **given) if given else module, *args, **kwargs)
 
 
 def joined_projections(layer: Any) -> dict[str, Any]:
-    """Functions in place of the projections that `join_projections` has joined, for one call of the layer's forward.
+    """Replacements of the projections that `join_projections` has fused, for one call of the layer's forward.
 
-    The first that is called computes all of them: a forward calls them with the same input.
+    The forward calls all of them with the same input, so the first call computes them all.
     """
     parts: list[Tensor] = []
 

@@ -1,4 +1,4 @@
-"""RecurrentGemma: its recurrent block is computed by ops, and its states are in the cache, which its models return."""
+"""RecurrentGemma: ops compute its recurrent block, and its states are in a cache, which the models return."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def recurrent_gemma_block_forward(
     input_states: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None, *args: Any,
     layer_idx: int | None = None, tokens: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """The recurrent block, in place of its forward: ops for its convolution and its loop over tokens.
+    """The recurrent block by ops, in place of its convolution and its loop over tokens.
 
-    Its states are in a layer of the cache. Transformers keeps them in the module, where they belong to the last call,
-    beams do not reorder them, and a prompt in pieces loses the state of the convolution. `tokens` is 0 at pads, which
-    transformers would read; between tokens and after them, the convolution reads them as zeros. A token at position 0
-    has no tokens before it, and neither has the first that is no pad, nor the first of a packed sequence.
+    Its states are in a cache layer. Transformers keeps them in the module, where beam search cannot reorder them and a
+    prompt in pieces loses the state of the convolution. `tokens` is 0 at pads, which transformers ignores: a pad does
+    not change the state, and the convolution reads zeros there. A sequence begins at a token of position 0, at the
+    first token after pads, and at the first token of a packed sequence.
     """
     from flacompose.integrations.modeling.caches import recurrent_layer
 
@@ -60,7 +60,7 @@ def recurrent_gemma_block_forward(
             (unit.input_gate_weight, unit.input_gate_bias),
         )
     )
-    if tokens is not None:  # a pad leaves the state as it is
+    if tokens is not None:  # a pad does not change the state
         r = r.masked_fill(~is_token.unsqueeze(2), -torch.inf)
     rg_lru = fused_recurrent_rg_lru if is_step(x) else chunk_rg_lru
     o, state = rg_lru(x, r, i, unit.recurrent_param, reset, state, output_final_state=True, cu_seqlens=bounds)
@@ -71,10 +71,7 @@ def recurrent_gemma_block_forward(
 
 
 def recurrent_gemma_model_forward(forward: Forward) -> Forward:
-    """Tell the recurrent blocks their number and which tokens are pads, and return the cache.
-
-    Transformers does neither.
-    """
+    """Pass the recurrent blocks their index and the mask of pads, and return the cache, unlike transformers."""
     from transformers.cache_utils import DynamicCache
     from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPast
 
@@ -90,14 +87,14 @@ def recurrent_gemma_model_forward(forward: Forward) -> Forward:
         ]
         out = forward(ModuleWith(self, layers=layers), attention_mask=attention_mask, **kwargs)
         if torch.compiler.is_compiling() or not isinstance(out, BaseModelOutput):
-            return out  # older releases bind methods to the cache, which the compiler cannot return
+            return out  # the compiler cannot return the caches of older releases, which have bound methods
         return BaseModelOutputWithPast(**out, **{name: cache_in((), kwargs)})
 
     return model_forward
 
 
 def recurrent_gemma_lm_forward(forward: Forward) -> Forward:
-    """Return the cache that the decoder returns."""
+    """Return the cache of the decoder."""
     from transformers.modeling_outputs import CausalLMOutput, CausalLMOutputWithPast
 
     name = name_of_cache(forward)

@@ -1,4 +1,4 @@
-"""RWKV-4: its time mixing is computed by an op, and both mixings keep to the tokens of their sequence."""
+"""RWKV-4: an op computes its time mixing, and both mixings mix tokens of the same sequence only."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def rwkv_time_mixing_forward(
     forward: Forward, layer: Any, _: Any, /,
     hidden: Tensor, state: list[Tensor] | None = None, use_cache: bool | None = False, **kwargs: Any,
 ) -> tuple[Tensor, list[Tensor] | None]:  # fmt: skip
-    """Time mixing, in place of its forward: an op for its loop over tokens.
+    """Time mixing by an op, in place of the loop over tokens.
 
-    Its states are where transformers keeps them. With these, transformers mixes a single token of each row with the
-    tokens before it of all rows.
+    The states are where transformers keeps them. In decoding, transformers mixes a token with the previous tokens of
+    all rows; here it is mixed with its own row.
     """
     mixed, x, pads, bounds = _with_shift(layer, hidden, state, 1, kwargs)
     r, k, v, _ = type(layer).extract_key_value(mixed, x)
     if pads is not None:
-        k = k.masked_fill(pads, max(-1e9, torch.finfo(k.dtype).min))  # any key of a token outweighs it
-    # Copies of the states, which are written to below, so that a backward finds what it needs.
+        k = k.masked_fill(pads, max(-1e9, torch.finfo(k.dtype).min))  # so low that any token outweighs a pad
+    # Copies, since the states are overwritten below and a backward needs them.
     before: Any = None if state is None else tuple(s[:, :, layer.layer_id].clone() for s in state[2:])
     wkv = fused_recurrent_rwkv4 if is_step(hidden) else chunk_rwkv4
     o, after = wkv(-layer.time_decay.exp(), layer.time_first, k, v, before, state is not None, bounds)
@@ -53,7 +53,7 @@ def rwkv_time_mixing_forward(
 def rwkv_channel_mixing_forward(
     forward: Forward, layer: Any, _: Any, /, hidden: Tensor, state: list[Tensor] | None = None, **kwargs: Any
 ) -> tuple[Tensor, list[Tensor] | None]:
-    """Channel mixing that mixes no token with a pad or with another sequence."""
+    """Channel mixing that never mixes a token with a pad or another sequence."""
     mixed, x, _, _ = _with_shift(layer, hidden, state, 0, kwargs)
     return forward(mixed, x)[0], state
 
@@ -61,10 +61,10 @@ def rwkv_channel_mixing_forward(
 def _with_shift(
     layer: Any, hidden: Tensor, state: list[Tensor] | None, index: int, kwargs: dict[str, Any]
 ) -> tuple[Any, Tensor, Tensor | None, Tensor | None]:
-    """A layer of RWKV whose ``time_shift`` gives the token before each, and `hidden` with zeros where pads are.
+    """A layer of RWKV with a correct ``time_shift``, `hidden` with zeros at pads, the mask of pads, and the bounds.
 
-    The token in front of a sequence is in `state` at `index`, or zeros. The last token is written there. The other two
-    results are a mask of pads, and the bounds of packed sequences, or None for each.
+    The token before a sequence comes from `state` at `index`, or is zeros, and the last token is written there. The
+    mask and the bounds of packed sequences may be None.
     """
     bounds, mask, pads = bounds_of(kwargs), kwargs.get("attention_mask"), None
     if state is not None:
@@ -82,9 +82,9 @@ def _with_shift(
 def _passing_to(
     *names: str, make: Callable[[Any, Tensor], Any] | None = None
 ) -> Callable[[Forward], Forward]:
-    """For a module whose forward calls modules of these `names`, and leaves out the mask and the bounds.
+    """For a module that drops the mask and the bounds. They are passed on to its children `names`.
 
-    `make` makes the states, for the module that does so.
+    `make` makes the states, in the module that is responsible for them.
     """
 
     def of(forward: Forward) -> Forward:
@@ -115,14 +115,14 @@ def _passing_to(
 
 
 class RwkvState(list[Tensor]):
-    """The five states of RWKV, ``[B, D, layers]`` each, in a list as in transformers, whose rows beams can reorder."""
+    """A list of the five states of RWKV, ``[B, D, layers]`` each, whose rows beam search can reorder."""
 
     def reorder_cache(self, rows: Tensor) -> None:
         self[:] = [x.index_select(0, rows) for x in self]
 
 
 def _first_state(model: Any, x: Tensor) -> RwkvState:
-    """The states before the first token. In transformers all of them have `hidden_size` channels."""
+    """The states before the first token. Transformers gives all of them `hidden_size` channels."""
     sizes = [model.config.hidden_size] * 2 + [model.config.attention_hidden_size] * 3
     wide = dtype_of_states(model, x)
     dtypes = [model.get_input_embeddings().weight.dtype] * 2 + [wide] * 3

@@ -1,4 +1,4 @@
-"""xLSTM: the recurrence of its layer is an op, and the model takes sequences whole and with pads."""
+"""xLSTM: an op computes the recurrence of its layer, and the model takes long sequences and pads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def xlstm_layer_forward(
 ) -> Any:
     """Call an op in place of the layer's backend, which is a loop over chunks and tokens.
 
-    The state is a tuple of tensors of the cache, which the model writes to. A pad leaves it as it is.
+    The state is a tuple of tensors of the cache, which the model overwrites. A pad does not change it.
     """
     bounds, mask, T = bounds_of(kwargs), kwargs.get("attention_mask"), x.shape[1]
     if state is not None:
@@ -67,17 +67,17 @@ def xlstm_layer_forward(
 
 @module_forward
 def xlstm_unchunked_forward(forward: Forward, model: Any, _: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Take a long sequence as a whole: transformers takes it in pieces, without gradients."""
+    """Compute a long sequence at once. Transformers splits it, without gradients."""
     config = ModuleWith(model.config, max_inference_chunksize=sys.maxsize)
     return forward(ModuleWith(model, config=config), *args, **kwargs)
 
 
 def xlstm_model_forward(forward: Forward) -> Forward:
-    """Pass pads and the bounds of packed sequences on to the blocks, and make a cache whose rows beams can reorder."""
+    """Pass pads and bounds of packed sequences on to the blocks, and make a cache that beam search can reorder."""
     from transformers.models.xlstm import modeling_xlstm
 
     if modeling_xlstm.external_xlstm:
-        return forward  # the blocks are those of the package xlstm
+        return forward  # the blocks are from the package xlstm
     from flacompose.integrations.modeling.caches import BeamCache
 
     told = xlstm_unchunked_forward(passing_to("blocks", keys=(*PACKED, "attention_mask"))(forward))

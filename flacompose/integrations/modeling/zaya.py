@@ -1,4 +1,4 @@
-"""ZAYA: its projection to queries, keys and values, which mixes the tokens of a sequence."""
+"""ZAYA: its projection to queries, keys and values mixes the tokens of a sequence."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from flacompose.ops import causal_conv1d
 
 @layer_forward
 def zaya_projection_forward(forward: Forward, layer: Any, _: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Keep packed sequences apart in three modules of the projection to queries, keys and values, which mix tokens.
+    """Keep packed sequences apart in three modules of the projection that mix tokens.
 
-    The first, a convolution of each channel, is an op. The second mixes the channels of a head too. The third gives the
-    part of a value that the next token uses.
+    The first is a depthwise convolution, computed by an op. The second convolves each head. The third delays a part of
+    the values by one token.
     """
     bounds, depthwise, heads = bounds_of(kwargs), layer.conv_qk_depthwise, layer.conv_qk_grouped
     weight, bias = depthwise.weight.squeeze(1), depthwise.bias
@@ -25,7 +25,7 @@ def zaya_projection_forward(forward: Forward, layer: Any, _: Any, /, *args: Any,
 
         def convolved(x: Tensor) -> Tensor:
             y, _ = causal_conv1d(x.mT, weight, bias)
-            return y[:, weight.shape[1] - 1 :].mT  # the first tokens are those before the sequence
+            return y[:, weight.shape[1] - 1 :].mT  # drop the tokens before the sequence
 
         return forward(ModuleWith(layer, conv_qk_depthwise=convolved), *args, **kwargs)
 
@@ -40,7 +40,7 @@ def zaya_projection_forward(forward: Forward, layer: Any, _: Any, /, *args: Any,
         return y.mT
 
     def of_heads(x: Tensor) -> Tensor:
-        # The inputs before a sequence are, as in front of a row, the convolution of zeros, which is its bias.
+        # Before a sequence, as before a row, the inputs are the first convolution of zeros, which is its bias.
         T, W = x.shape[-1], heads.weight.shape[-1]
         number, past = sequences(T), bias[:, None].expand(-1, W - 1)[None]
         history, numbers = torch.cat([past, x], -1), torch.nn.functional.pad(number, (W - 1, 0), value=-1)

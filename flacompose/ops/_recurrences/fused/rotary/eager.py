@@ -26,12 +26,12 @@ def forward(inputs: Inputs) -> tuple[Tensor, ...]:
     """``(q_turned, k_before [B, T, R, HV, S], v_before [B, T, HV, P], products [B, T, HV, R, R], last_k, last_v)``."""
     q, k, v, q_bias, k_bias, angle, initial_k, initial_v, cu_seqlens, halves = inputs
     q, k, v, angle = without_tail(cu_seqlens, q, k, v, angle)
-    q_turned, k_turned = (
+    q_turned, k_rotated = (
         rotated(biased(x, bias), angle, halves).to(x.dtype) for x, bias in ((q, q_bias), (k, k_bias))
     )
-    k_before, v_before = _before(k_turned, initial_k, cu_seqlens), _before(v, initial_v, cu_seqlens)
+    k_before, v_before = _before(k_rotated, initial_k, cu_seqlens), _before(v, initial_v, cu_seqlens)
     of_tokens = q_turned, k_before, v_before, products(q, k, q_bias, k_bias)
-    last = last_token(k_turned, initial_k, cu_seqlens), last_token(v, initial_v, cu_seqlens)
+    last = last_token(k_rotated, initial_k, cu_seqlens), last_token(v, initial_v, cu_seqlens)
     return *without_tail(cu_seqlens, *of_tokens), *last
 
 

@@ -25,10 +25,10 @@ def rotary(
     """``exp(i pi angle) (x + bias)`` of queries and keys; shifted keys and values; products; last keys and values."""
     B, T, R, H, S = q.shape
     HV, A = angle.shape[2:]
-    turn = torch.polar(torch.ones_like(angle), torch.pi * angle)
-    turn = F.pad(torch.view_as_real(turn), (0, 0, 0, S // 2 - A))
-    turn[..., A:, 0] = 1
-    turn = torch.view_as_complex(turn)
+    rotation = torch.polar(torch.ones_like(angle), torch.pi * angle)
+    rotation = F.pad(torch.view_as_real(rotation), (0, 0, 0, S // 2 - A))
+    rotation[..., A:, 0] = 1
+    rotation = torch.view_as_complex(rotation)
     of_heads = [
         x.repeat_interleave(HV // H, 3) + bias.transpose(0, 1) for x, bias in ((q, q_bias), (k, k_bias))
     ]
@@ -36,7 +36,7 @@ def rotary(
     rotated = []
     for x in of_heads:
         pairs = torch.stack(x.unflatten(-1, (2, -1) if halves else (-1, 2)).unbind(axis), -1)
-        pairs = torch.view_as_real(torch.view_as_complex(pairs) * turn.unsqueeze(2))
+        pairs = torch.view_as_real(torch.view_as_complex(pairs) * rotation.unsqueeze(2))
         rotated.append((pairs.mT if halves else pairs).flatten(-2))
     products = (of_heads[0].unsqueeze(3) * of_heads[1].unsqueeze(2)).sum(-1).permute(0, 1, 4, 2, 3)
     ks = [rotated[1].new_zeros(B, R, HV, S) if initial_k is None else initial_k, *rotated[1].unbind(1)]
