@@ -1,4 +1,4 @@
-"""What is measured: one entry of ``OPS`` per recurrence, and the shapes."""
+"""The measured recurrences, one entry of ``OPS`` each, and the shapes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Functions = ModuleType | SimpleNamespace
 class Shape(NamedTuple):
     """Batch, tokens, heads, key and value width; written ``8x2048x16x128x128``.
 
-    With a sixth number that many heads of values share one of queries and keys: ``8x2048x4x128x64x4``.
+    A sixth number is the number of value heads per head of queries and keys: ``8x2048x4x128x64x4``.
     """
 
     B: int
@@ -53,7 +53,7 @@ class Shape(NamedTuple):
 
     @property
     def M(self) -> int:
-        """Slots of a recurrence that has them, at every shape."""
+        """Slots of slot attention, at every shape."""
         return 64
 
     @property
@@ -63,7 +63,7 @@ class Shape(NamedTuple):
 
     @property
     def A(self) -> int:
-        """Angles of a key of Mamba-3, half of which turns in pairs."""
+        """Angles of a key of Mamba-3, half of which is rotated in pairs."""
         return self.K // 4
 
     @property
@@ -75,11 +75,11 @@ class Shape(NamedTuple):
 
 TRAINING = (Shape(8, 2048, 16, 128, 128), Shape(1, 32768, 16, 128, 128))
 SHARED_KEYS = (Shape(4, 8192, 16, 128, 128, group=2), Shape(1, 32768, 16, 128, 128, group=2))
-"""Heads as models with the gated delta rule have them, at which other projects publish their times."""
+"""Heads of models with the gated delta rule, for which other projects publish times."""
 FLASH_QLA = (SHARED_KEYS[1], *(Shape(B, 8192, 16, 128, 128, group=n) for B in (1, 4) for n in (2, 4)))
-"""What is measured beside FlashQLA, which takes heads of 128 alone, after one of the shapes of all ops."""
+"""Shapes beside FlashQLA, which takes only heads of 128, after one of the shapes of all ops."""
 PUBLISHED_KDA = (Shape(1, 8192, 64, 128, 128), Shape(1, 4096, 16, 128, 128))
-"""At which FlashKDA and attention-gym publish their times of KDA."""
+"""Shapes for which FlashKDA and attention-gym publish times of KDA."""
 HOST_BOUND = Shape(1, 64, 16, 128, 128)
 DECODE_GPU = Shape(64, 1, 16, 128, 128)
 DECODE_HOST = Shape(1, 1, 16, 128, 128)
@@ -93,12 +93,12 @@ def plain(x: Tensor) -> Tensor:
 
 
 class Draw(NamedTuple):
-    """A random input: its axes by name, and what is done to standard normal numbers."""
+    """A random input: its axes by name, and a function of standard normal numbers."""
 
     axes: str
     transform: Callable[[Tensor], Tensor] = plain
     dtype: torch.dtype | None = None
-    """The dtype that it always has. Default: that of the call."""
+    """A fixed dtype. Default: the dtype of the call."""
 
     def __call__(self, shape: Shape, dtype: torch.dtype, device: str) -> Tensor:
         sizes = [getattr(shape, axis) for axis in self.axes.split()]
@@ -119,23 +119,23 @@ class Targets:
 
 @dataclass(frozen=True)
 class Op:
-    """One recurrence. Function and argument names are the ones that flacompose and the peer share."""
+    """One recurrence. flacompose and flash-linear-attention share the names of functions and arguments."""
 
     name: str
     chunk: str
     recurrent: str
     inputs: Mapping[str, Draw]
     output: str = "v"
-    """The input that has the output's shape."""
+    """The input with the shape of the output."""
     states: Mapping[str, Draw] = field(default_factory=lambda: {"state": Draw("B HV K V")})
     state_gradients: bool = True
     """Whether the peer has them."""
     recurrent_names: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, object] = field(default_factory=dict)
     adapt: Callable[..., Callable[..., tuple]] | None = None
-    """What gives both functions the keywords and the results of the others, where they have different ones."""
+    """An adapter of both functions, if their keywords or results differ from other functions."""
     peer_chunk: str | None = None
-    """The peer's function for chunks, where it has another name."""
+    """The name of the chunk function in flash-linear-attention, if it differs."""
     training: Sequence[Shape] = TRAINING
     targets: Targets = Targets()
 
@@ -158,12 +158,12 @@ class Op:
         return functools.partial(self.adapt(fn) if self.adapt else fn, **self.options)
 
     def chunk_of(self, module: Functions) -> Callable[..., tuple]:
-        """One side's chunk function, the op's options bound."""
+        """The chunk function of a side, with the options of the op."""
         of_peer = self.peer_chunk or self.chunk
         return self._of(module, of_peer if hasattr(module, of_peer) else self.chunk)
 
     def recurrent_of(self, module: Functions) -> Callable[..., tuple]:
-        """Its recurrent function, likewise."""
+        """The recurrent function of a side, with the options of the op."""
         return self._of(module, self.recurrent)
 
     def draw(self, shape: Shape, dtype: torch.dtype, device: str, *, grad: bool = False) -> dict[str, Tensor]:
@@ -171,7 +171,7 @@ class Op:
         return {name: d(shape, dtype, device).requires_grad_(grad) for name, d in self.inputs.items()}
 
     def draw_do(self, shape: Shape, dtype: torch.dtype, device: str) -> Tensor:
-        """The gradient that arrives on the output."""
+        """The gradient of the output."""
         return self.inputs[self.output](shape, dtype, device)
 
     def draw_states(self, shape: Shape, device: str) -> dict[str, Tensor]:
@@ -179,7 +179,7 @@ class Op:
         return {name: d(shape, torch.float32, device) for name, d in self.states.items()}
 
     def packed(self, states: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
-        """States as functions take and return them."""
+        """States in the form of arguments and results."""
         return states[0] if len(self.states) == 1 else tuple(states)
 
     def unpacked(self, state: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -196,7 +196,7 @@ def with_states(
     output_final_state: bool = False,
     **inputs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """A `scan` of Mamba, whose keyword `returned` asks for the states, called as the other functions are."""
+    """Call a `scan` of Mamba, whose keyword `returned` requests the states, like other functions."""
     results = scan(**inputs, **{"initial_states": initial_state, returned: output_final_state})
     return results if output_final_state else (results, None)
 
@@ -217,30 +217,30 @@ def gate(axes: str) -> Draw:
 
 
 def small_steps(x: Tensor) -> Tensor:
-    """Before softplus, as a trained model of Mamba has them: a rate of 1 keeps tokens for some fifty steps."""
+    """Time steps before softplus, as in a trained Mamba: at a rate of 1 a token lasts some fifty steps."""
     return x - 4
 
 
 def rates(x: Tensor) -> Tensor:
-    """What time steps multiply, as natural logarithms of decays."""
+    """Rates of decay, which time steps multiply to natural logarithms of decays."""
     return -x.exp()
 
 
 def parameter(axes: str, transform: Callable[[Tensor], Tensor] = plain) -> Draw:
-    """A parameter or what is computed with it, in float32, as layers keep it, whatever the dtype of the inputs."""
+    """A parameter or a function of it, which layers keep in float32 for inputs of every dtype."""
     return Draw(axes, transform, torch.float32)
 
 
 ROWS, GROUPED_ROWS = Draw("B T H K"), Draw("B T HV V")
 QKV, QKV_GROUPED = ({"q": ROWS, "k": ROWS, "v": v} for v in (Draw("B T H V"), GROUPED_ROWS))
-# Keys that replace values have norm 1, and replace up to twice what they find.
+# Keys have norm 1, and replace up to twice the stored value.
 DELTA = {
     "q": ROWS,
     "k": Draw("B T H K", functools.partial(F.normalize, dim=-1)),
     "v": GROUPED_ROWS,
     "beta": Draw("B T HV", lambda x: 2 * x.sigmoid()),
 }
-# Gates from -0.6 to 0, and tokens that erase a part of what `a` reads.
+# Gates from -0.6 to 0, and tokens that erase a part of the value that `a` reads.
 RWKV7 = {
     "r": ROWS,
     "w": Draw("B T H K", lambda x: -math.exp(-0.5) * x.sigmoid()),
@@ -249,7 +249,7 @@ RWKV7 = {
     "a": Draw("B T H K", functools.partial(F.normalize, dim=-1)),
     "b": Draw("B T H K", lambda x: F.normalize(x, dim=-1) / 2),
 }
-# What is replaced is read by a vector about as long as a key times a number from 0 to 1.
+# `p` reads the replaced value, and is about as long as a key times a number from 0 to 1.
 COMBA = DELTA | {"p": RWKV7["b"], "g": gate("B T HV"), "beta": Draw("B T HV", torch.sigmoid)}
 GDN2 = {
     **{name: DELTA[name] for name in ("q", "k")},
@@ -276,7 +276,7 @@ OPS = {
         _op("gla", {**QKV, "g": gate("B T H K")}, recurrent_names={"g": "gk"}),
         _op("simple_gla", {**QKV_GROUPED, "g": gate("B T HV")}),
         _op("retention", QKV_GROUPED),
-        # The peer's chunk form would normalise, unless it is told not to.
+        # The chunk form of flash-linear-attention normalises by default.
         _op("linear_attn", QKV_GROUPED, options={"normalize": False}),
         _op("gsa", {**QKV, **SLOTS}, states={"Hk": Draw("B H K M"), "Hv": Draw("B H M V")}),
         _op("rwkv6", {"r": ROWS, "k": ROWS, "v": QKV["v"], "u": Draw("H K"), "w": gate("B T H K")}),
@@ -302,7 +302,7 @@ OPS = {
         ),
         _op(
             "mlstm",
-            # Layers make the gates in float32, and with others mlstm_kernels' do not compile.
+            # Layers compute gates in float32, and mlstm_kernels does not compile with other dtypes.
             {
                 **QKV,
                 "i": Draw("B T H", dtype=torch.float32),
@@ -330,7 +330,7 @@ OPS = {
             state_gradients=False,
             targets=Targets(forward=0.6),
         ),
-        # The library has one function for prompts and for single tokens.
+        # flacompose has one function for prompts and for single tokens.
         Op(
             "selective_scan",
             chunk="selective_scan_fn",

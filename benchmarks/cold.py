@@ -1,4 +1,4 @@
-"""The first forward and backward in a fresh process with empty caches; imports and CUDA's start are not counted."""
+"""The first forward and backward in a fresh process with empty caches, without imports and the start of CUDA."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .processes import Process, answer, command, empty_caches
 
 
 def first_step_s(op: str, side: str, shape: Shape, timeout_s: float) -> float:
-    """Seconds from the first call to the last gradient, in a process of its own. Raises if that fails."""
+    """Seconds from the first call to the last gradient, in a process of its own."""
     with (
         empty_caches() as env,
         contextlib.closing(Process(command("cold", [op, side, str(shape)]), env)) as run,
@@ -37,7 +37,7 @@ def main() -> None:
     module = peer.load() if arguments.side == "fla" else importlib.import_module("flacompose.ops")
     inputs = op.draw(arguments.shape, torch.bfloat16, "cuda", grad=True)
     do = op.draw_do(arguments.shape, torch.bfloat16, "cuda")
-    # The start of autograd's thread for the device is no part of the op.
+    # Start autograd's thread for the device, which is not a part of the op.
     x = inputs[op.output]
     torch.autograd.grad((x * 2).sum(), x)
     step = measure.step(op.chunk_of(module), inputs, do)

@@ -1,12 +1,12 @@
-"""One row of many tokens: whole on one GPU, and shared out among several by context parallelism.
+"""One row of many tokens, on one GPU and, by context parallelism, on several GPUs.
 
 The models are RecurrentLMs with a SwiGLU in every block, weights and activations bfloat16. A training step is the
-forward, the cross-entropy and the backward, and on several GPUs the sum of the gradients over these; no optimizer. On
-both sides the backward computes every block anew from its input, and the loss in pieces of `PIECE` tokens, so that
-neither the logits nor the activations of more than one block are in memory at a time.
+forward, the cross-entropy and the backward, and on several GPUs the sum of the gradients; no optimizer. On both sides
+the backward recomputes every block from its input, and the loss in pieces of `PIECE` tokens. So memory never holds all
+logits, nor the activations of more than one block.
 
-The ranks of a model are processes that stay for all of its figures. Each of them computes its part of the row, and
-then the whole row for itself, all at the same time: the two sides see the same host and the same clocks.
+The ranks of a model are processes that take all of its figures. They compute their parts of the row, and then, at the
+same time, each the complete row by itself. So both sides see the same host and the same clocks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .report import Row
 ONE, SEVERAL = "one GPU", "several"
 STEP, MEMORY, LOSS = "training step", "peak memory of a rank", "loss"
 FROM_TOKENS = 131_072
-"""Lengths from this one on have upper limits. On `n` GPUs a step takes at most 1 / (0.85 n) of the time on one."""
+"""The first length with upper limits. On `n` GPUs a step takes at most 1 / (0.85 n) of the time on one."""
 LIMITS = {STEP: 1 / 0.85, MEMORY: 1.1}
 """Upper limits of the ratios to one GPU, times the number of GPUs."""
 TOKENS = (65_536, 131_072, 262_144)
@@ -47,11 +47,11 @@ PIECE = 2048
 
 MODELS = {name: models.LAYERS[name] for name in ("gla", "gated_deltanet", "mamba2")}
 MODELS["gated_deltanet"] = ("GatedDeltaNet", {"num_heads": 6, "head_dim": 128})
-"""The layer of each, and its arguments other than the defaults."""
+"""The layer of each model, and its arguments except for defaults."""
 
 
 class Trained:
-    """A model and its training step, which recomputes the blocks; `shared` says that each rank has a part of a row."""
+    """A model and its training step, which recomputes the blocks. If `shared`, each rank has a part of a row."""
 
     def __init__(self, model: Any, shared: bool) -> None:
         self.model, self.shared = model, shared
@@ -67,7 +67,7 @@ class Trained:
         return [*self.model.parameters(), *self.head.parameters()]
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The loss of a row, or this rank's part of it; leaves the gradients, those of the whole row on every rank."""
+        """The loss of a row, or this rank's part of it. Every rank gets the gradients of the complete row."""
         for p in self.parameters():
             p.grad = None
         total = tokens.numel()
@@ -103,7 +103,7 @@ def sum_over_ranks(gradients: Sequence[Tensor]) -> None:
 
 
 def largest(value: float) -> float:
-    """Of all ranks, which wait for each other on the host."""
+    """The largest value of all ranks, which wait for each other on the host."""
     x = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(x, dist.ReduceOp.MAX)
     return x.item()
@@ -123,7 +123,7 @@ def slowest_ms(fn: Callable[[], object], rounds: int) -> float:
 
 
 def take_length(sides: Sequence[Trained], T: int, vocabulary: int, device: str, rounds: int) -> bool:
-    """Give the figures of one length, on each side that has the memory for it; returns whether both have it."""
+    """Give the figures of one length for each side with enough memory; return whether both have it."""
     fits = True
     generator = torch.Generator().manual_seed(T)
     tokens, targets = torch.randint(vocabulary, (2, 1, T), generator=generator).to(device)
@@ -173,7 +173,7 @@ def tell_note(note: str) -> None:
 
 
 def rank_of(rank: int, ranks: int, port: int, arguments: argparse.Namespace) -> None:
-    """One rank, which the end of the process that started it ends as well."""
+    """One rank. It ends with the process that started it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     device, size = arguments.device, size_of(arguments)
     if device == "cuda":
@@ -208,13 +208,13 @@ def rank_of(rank: int, ranks: int, port: int, arguments: argparse.Namespace) -> 
 
 
 def take(names: Sequence[str], options: Sequence[str], *, timeout_s: float = 400.0) -> Iterator[Figure | str]:
-    """Figures and notes as they come, of one model after another."""
+    """Figures and notes of one model after the other."""
     for name in names:
         yield from figures(command("context", [name, *options]), name, "flacompose", timeout_s)
 
 
 def rows(taken: Sequence[Figure], ranks: int) -> list[Row]:
-    """Every figure of several GPUs beside that of one."""
+    """Every figure of several GPUs beside the figure of one."""
     values = {(f.model, f.side, f.case, f.quantity): f.value for f in taken}
     found = []
     for f in {(f.model, f.case, f.quantity): f for f in taken}.values():
@@ -241,7 +241,7 @@ def add_options(add: Callable[..., Any]) -> None:
 
 
 def passed_on(arguments: argparse.Namespace, device: str) -> list[str]:
-    """The options of a process as `main` takes them."""
+    """The options of a process, for `main`."""
     size = size_of(arguments)
     options = ["--device", device, *size.arguments()]
     options += ["--tokens", *map(str, arguments.tokens), "--ranks", str(arguments.ranks)]

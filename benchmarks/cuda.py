@@ -1,4 +1,4 @@
-"""Figures of one op on a GPU. Every function yields its rows as soon as they are taken."""
+"""Figures of one op on a GPU. Every function yields each row at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .cold import first_step_s
 from .report import Row
 
 Sides = Mapping[str, Functions]
-"""``{"flacompose": flacompose.ops, "fla": peer.load()}``: flacompose first, and at most one beside it."""
+"""``{"flacompose": flacompose.ops, "fla": peer.load()}``: flacompose first, then at most one other side."""
 
 Take = Callable[[Sequence[Callable[[], object]]], list[float]]
 
@@ -23,10 +23,10 @@ DEVICE = "cuda"
 
 FORWARD, STEP = "forward", "forward + backward"
 WITH_HOST = "{}, with the host"
-"""The quantity of a time that one call in eager mode takes, from an idle GPU until it has finished."""
+"""The time of one call in eager mode, from an idle GPU until it has finished."""
 
 STATES = 8
-"""Different states that one decoding graph uses in turn: with 64 MiB each at batch 64, none stays in 50 MB of L2."""
+"""States that a decoding graph uses in turn. With 64 MiB each at batch 64, none stays in an L2 cache of 50 MB."""
 
 
 def failure(side: str, error: Exception) -> str:
@@ -37,7 +37,7 @@ def failure(side: str, error: Exception) -> str:
 def both(
     sides: Sides, function: Callable[[Functions], Callable], take: Callable[[Callable], float]
 ) -> tuple[float | None, float | None, str]:
-    """Apply ``take`` to each side's function. A side that fails gives ``None`` and a message, and the run goes on."""
+    """Apply ``take`` to each side's function. If a side fails, the result is ``None`` and a message."""
     values: list[float | None] = []
     notes: list[str] = []
     for side, module in sides.items():
@@ -53,7 +53,7 @@ def both(
 def training(op: Op, sides: Sides, shape: Shape, notes: list[str], with_host: bool = False) -> Iterator[Row]:
     """Forward, forward and backward, and peak memory, in bfloat16. Targets need both sides.
 
-    The times are those of the GPU alone, and `with_host` adds those of single calls.
+    Times are of the GPU alone; `with_host` adds the times of single calls.
     """
     inputs = op.draw(shape, torch.bfloat16, DEVICE, grad=True)
     do = op.draw_do(shape, torch.bfloat16, DEVICE)
@@ -92,7 +92,7 @@ def training(op: Op, sides: Sides, shape: Shape, notes: list[str], with_host: bo
 
 
 def beside_floor(op: Op, alone: Sides, shape: Shape, notes: list[str]) -> Iterator[Row]:
-    """Training of an op that the peer does not have, beside the traffic of its inputs and results, without targets."""
+    """Training of an op without a peer, beside the memory traffic of its inputs and results, without targets."""
     for row in training(op, {**alone, floor.NAME: floor.of(op)}, shape, notes):
         yield dataclasses.replace(row, beside=floor.NAME, max_ratio=None)
 
@@ -134,7 +134,7 @@ def decode(op: Op, sides: Sides) -> Iterator[Row]:
 
 
 def accuracy(op: Op, sides: Sides, shape: Shape | None = None) -> Iterator[Row]:
-    """The errors of both sides in bfloat16, against float64 on the same rounded inputs. Ours may not be larger."""
+    """The errors of both sides in bfloat16, against float64 on the same inputs. Ours must not be larger."""
     shape = shape or ACCURACY
     inputs = op.draw(shape, torch.bfloat16, DEVICE)
     states = op.draw_states(shape, DEVICE)
@@ -183,7 +183,7 @@ def accuracy(op: Op, sides: Sides, shape: Shape | None = None) -> Iterator[Row]:
 
 
 def cold(op: Op, shape: Shape, timeouts: Mapping[str, float | None]) -> Iterator[Row]:
-    """The first step of each side with empty caches. A side whose time limit is ``None`` is left out."""
+    """The first step of each side with empty caches. A side with a time limit of ``None`` is skipped."""
     values: dict[str, float | None] = {}
     notes = []
     for side, timeout_s in timeouts.items():

@@ -1,4 +1,4 @@
-"""Where a run took place: what a reader needs to know to repeat it."""
+"""The environment of a run, with which a reader can repeat it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The least that a training step can cost: the time and the memory of reading its inputs and of writing its results.
+"""The lower bound of a training step: the time and the memory of reading its inputs and writing its results.
 
-It is what an op is compared with that no other library has in kernels that can run here. PyTorch copies the tensors
-that have a counterpart among the results, and sums up the others, which only reads them.
+Ops that no other library has in kernels are compared with it. PyTorch copies tensors that have a counterpart among the
+results, and sums the other tensors, which only reads them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAME = "floor"
 
 
 class _Traffic(torch.autograd.Function):
-    """The traffic of one call and of its backward. What it returns has the shapes of the results, and no meaning."""
+    """The memory traffic of a call and its backward. Its results have only the right shapes."""
 
     @staticmethod
     def forward(ctx: Any, at: int, *inputs: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class _Traffic(torch.autograd.Function):
 
 
 def of(op: Op) -> Functions:
-    """A side whose chunk function reads all inputs of the op and writes its output, and likewise in the backward."""
+    """A side whose chunk function only reads the inputs and writes the output, and likewise in the backward."""
     at = list(op.inputs).index(op.output)
 
     def scan(**given: Any) -> Any:

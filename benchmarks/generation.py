@@ -1,7 +1,7 @@
-"""A language model that reads prompts, writes tokens, and checks those that were proposed to it.
+"""A language model that reads prompts, generates tokens, and checks proposed tokens.
 
-The model is flacompose's `RecurrentLM` of gated linear attention, its weights random and all in bfloat16, and its
-projections joined. It runs in a process of its own.
+The model is a `RecurrentLM` of gated linear attention with random weights in bfloat16 and fused projections. It runs in
+a process of its own.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MODEL = "gla"
 QUANTITIES = ("prefill", "token", "check")
 MODES = EAGER, COMPILED, GRAPH, TUNED = "eager", "compiled", "CUDA graph", "compiled and tuned"
 TUNING = {"max_autotune": True, "cpp_wrapper": True}
-"""Options of Inductor for `TUNED`, which decodes alone: what launches fewer kernels, and each in less time."""
+"""Options of Inductor for `TUNED`, which only decodes: fewer and faster kernels."""
 DEFAULT_MODES = EAGER, COMPILED, GRAPH
 """`TUNED` compiles for minutes."""
 PROMPT, TOKEN, KERNELS = "prompt", "one token", "kernels of one token"
 CHECKED, ACCEPTED = 8, 4
-"""Tokens that are checked in one call, and how many of them are then right."""
+"""The number of tokens checked in one call, and of those that are right."""
 CHECK = f"{CHECKED} tokens checked"
 STEPS = f"{CHECKED} steps of one token"
 AGAIN = f"{CHECKED} tokens, then {ACCEPTED} of them again"
@@ -55,11 +55,11 @@ class Size:
     prompt: int = 2048
     batches: tuple[int, ...] = (1, 4, 16, 64)
     checked: tuple[int, ...] = (1, 16)
-    """The batches at which tokens are checked."""
+    """The batch sizes at which tokens are checked."""
 
 
 SMALL = Size(layers=2, width=32, vocabulary=50, prompt=70, batches=(1, 2), checked=(1,))
-"""For a look at the benchmark itself, on a CPU."""
+"""For tests of the benchmark on a CPU."""
 
 
 def build(size: Size, device: str, dtype: torch.dtype) -> RecurrentLM:
@@ -70,25 +70,25 @@ def build(size: Size, device: str, dtype: torch.dtype) -> RecurrentLM:
 
 
 def read(model: RecurrentLM, tokens: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-    """The token that follows, and the state."""
+    """The next token, and the state."""
     logits, state = model(tokens, state, last_only=True)
     return logits.argmax(-1, keepdim=True), state
 
 
 def prompt(model: RecurrentLM, tokens: Tensor) -> tuple[Tensor, Any]:
-    """`read` from the start: a function of its own, so that it is compiled apart."""
+    """`read` from the start. It is a function of its own, so that it is compiled separately."""
     return read(model, tokens)
 
 
 def check(model: RecurrentLM, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
-    """Whether tokens are what the model would say, and the state after the last that is right, of each row."""
+    """Whether the model would choose these tokens, and the state after the last correct token of each row."""
     logits, states = model(tokens, state, num_states=CHECKED)
     right = (logits[:, :-1].argmax(-1) == tokens[:, 1:]).long().cumprod(1).sum(1)
     return right, tuple(s.at(right) for s in states)
 
 
 def check_again(model: RecurrentLM, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
-    """The same without states after each token: those that are right are read once more."""
+    """`check` without states after each token: the correct tokens are read again."""
     logits, _ = model(tokens, state)
     right = (logits[:, :-1].argmax(-1) == tokens[:, 1:]).long().cumprod(1).sum(1)
     return right, read(model, tokens[:, :ACCEPTED], state)[1]
@@ -101,7 +101,7 @@ Compile = Callable[[Function], Function]
 def compiler(
     mode: str, backend: str, options: dict[str, Any] | None = None, dynamic: bool | None = None
 ) -> Compile:
-    """What a function of this module passes before it is called in a mode; each is compiled once."""
+    """The compiler of a mode for functions of this module, which compiles each once."""
     if mode == EAGER:
         return lambda function: function
     made: dict[Function, Function] = {}
@@ -117,7 +117,7 @@ def compiler(
 
 
 def decoding(model: RecurrentLM, token: Tensor, mode: str, compiled: Compile) -> Callable[[], object]:
-    """A function that decodes one more token of each row of ``token [B, 1]``, in which it puts that token."""
+    """A function that decodes the next token of each row into ``token [B, 1]``."""
     state = model.init_state(token.shape[0])
     if mode == GRAPH:
         decoder = Decoder(partial(read, model), token, state)
@@ -134,7 +134,7 @@ def decoding(model: RecurrentLM, token: Tensor, mode: str, compiled: Compile) ->
 
 @torch.no_grad()
 def prefill(model: RecurrentLM, B: int, size: Size, mode: str, compiled: Compile, calls: int) -> None:
-    """Give the time of prompts, of whose logits the last are computed alone."""
+    """Give the time of prompts, with the last logits alone."""
     tokens = torch.randint(size.vocabulary, (B, size.prompt), device=_device(model))
     one = partial(compiled(prompt), model, tokens)
     give(f"B{B} T{size.prompt}", f"{PROMPT}, {mode}", "ms", measure.wall_us(one, calls=calls, rounds=3) / 1e3)
@@ -142,7 +142,7 @@ def prefill(model: RecurrentLM, B: int, size: Size, mode: str, compiled: Compile
 
 @torch.no_grad()
 def decode(model: RecurrentLM, B: int, mode: str, compiled: Compile, calls: int) -> None:
-    """Give the time of one token, greedily after another, and how many kernels it launches."""
+    """Give the time and the number of kernels of one token in greedy decoding."""
     token = torch.zeros(B, 1, dtype=torch.int64, device=_device(model))
     one = decoding(model, token, mode, compiled)
     give(f"B{B} T1", f"{TOKEN}, {mode}", "ms", measure.wall_us(one, calls=calls) / 1e3)
@@ -152,7 +152,7 @@ def decode(model: RecurrentLM, B: int, mode: str, compiled: Compile, calls: int)
 
 @torch.no_grad()
 def speculate(model: RecurrentLM, B: int, size: Size, mode: str, compiled: Compile, calls: int) -> None:
-    """Give the time in which proposed tokens are checked, and what that would take without states after each."""
+    """Give the time to check proposed tokens, with and without states after each token."""
     tokens = torch.randint(size.vocabulary, (B, CHECKED), device=_device(model))
     state = model.init_state(B)
     token = tokens[:, :1].contiguous()
@@ -175,7 +175,7 @@ def speculate(model: RecurrentLM, B: int, size: Size, mode: str, compiled: Compi
 def take_all(
     model: RecurrentLM, size: Size, wanted: Sequence[str], modes: Sequence[str], backend: str, calls: int
 ) -> None:
-    # In `GRAPH`, `speculate` records what is compiled as in `COMPILED`.
+    # In `GRAPH`, `speculate` records the code that `COMPILED` compiles.
     by_inductor = compiler(COMPILED, backend)
     compilers = {EAGER: compiler(EAGER, backend), COMPILED: by_inductor, GRAPH: by_inductor}
     tuned = partial(compiler, TUNED, backend, TUNING, dynamic=False)
@@ -205,7 +205,7 @@ def take_all(
 def take(
     wanted: Sequence[str], modes: Sequence[str], device: str, backend: str, small: bool, timeout_s: float
 ) -> Iterator[Figure | str]:
-    """Figures and notes as they come."""
+    """Figures and notes."""
     options = ["--device", device, "--backend", backend, "--quantities", *wanted, "--modes", *modes]
     options += ["--small"] if small else []
     yield from figures(command("generation", options), MODEL, "flacompose", timeout_s)
@@ -217,7 +217,7 @@ def _numbers(case: str) -> tuple[int, int]:
 
 
 def rows(taken: Sequence[Figure], small: bool = False) -> list[Row]:
-    """Every figure beside that of eager mode, tokens per second, and tokens that are checked beside the other ways."""
+    """Every figure beside eager mode, tokens per second, and checked tokens beside the alternatives."""
     layers = (SMALL if small else Size()).layers
     values = {(f.case, f.quantity): f.value for f in taken}
     found = []
@@ -252,7 +252,7 @@ def _device(model: RecurrentLM) -> torch.device:
 
 
 def on_gpu(model: RecurrentLM) -> bool:
-    """Whether there are CUDA graphs to capture and kernels to count."""
+    """Whether the model is on a GPU, with CUDA graphs and kernels to count."""
     return _device(model).type == "cuda"
 
 

@@ -1,7 +1,7 @@
-"""The host's time per call: short inputs, for which the device is idle and Python and launches are all there is.
+"""The host's time per call, for short inputs, whose time is spent in Python and launches.
 
-Each side runs in a process of its own that stays for the whole run. The sides take turns in rounds, and a figure is
-the median of its rounds, so that a host that slows down does so for all sides.
+Each side has one process for the whole run. The sides take turns in rounds, and a figure is the median of its rounds,
+so that a slower host affects all sides.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .report import Row
 SDPA = "SDPA"
 FORWARD, STEP, TOKEN = "forward", "forward + backward", "decode, one token"
 CALLS = {FORWARD: 30, STEP: 15, TOKEN: 50}
-"""Calls that are timed together. They queue fewer kernels than a device takes before the host has to wait."""
+"""Calls that are timed together. They queue so few kernels that the host never waits for the device."""
 
 
 def sdpa_calls(shape: Shape, device: str) -> dict[str, Callable[[], object]]:
-    """Causal softmax attention at the same shape; its decoding reads the keys and values of as many tokens."""
+    """Causal softmax attention at the same shape. Its decoding reads the keys and values of all tokens of the shape."""
     B, T, H, K, V = shape[:5]
 
     def draw(T: int, D: int) -> torch.Tensor:
@@ -50,7 +50,7 @@ def sdpa_calls(shape: Shape, device: str) -> dict[str, Callable[[], object]]:
 
 
 def op_calls(op: Op, module, shape: Shape, device: str) -> dict[str, Callable[[], object]]:
-    """An op's forward with gradients enabled, its training step, and one token that carries the state on."""
+    """The forward of an op with gradients enabled, its training step, and one token with its state."""
     inputs = op.draw(shape, torch.bfloat16, device, grad=True)
     do = op.draw_do(shape, torch.bfloat16, device)
     chunk, recurrent = op.chunk_of(module), op.recurrent_of(module)
@@ -67,7 +67,7 @@ def op_calls(op: Op, module, shape: Shape, device: str) -> dict[str, Callable[[]
 
 
 def serve(side: str, device: str, configs: Path | None = None) -> None:
-    """Answer each request, the name of an op and a shape, with the microseconds of each of its calls."""
+    """Answer each request, an op and a shape, with the microseconds of each call."""
     module = peer.load() if side == "fla" else importlib.import_module("flacompose.ops")
     if configs is not None:
         tuned.install(configs)
@@ -107,7 +107,7 @@ def take(
     calls: float = 1.0,
     timeout_s: float = 300.0,
 ) -> Iterator[Row]:
-    """Every op beside `SDPA`, the flacompose of the checkout `before`, and the peer where it is installed."""
+    """Every op beside `SDPA`, the flacompose of the checkout `before`, and, if installed, flash-linear-attention."""
     packages: dict[str, Path | None] = {"flacompose": None}
     if before is not None:
         packages["before"] = before
@@ -146,7 +146,7 @@ def _rows(
         elif keep:
             taken[side].append(reply["us"])
 
-    # First calls compile: all processes do so at the same time, before anything is timed.
+    # The first calls compile, in all processes at the same time and before any timing.
     for side in taken:
         ask(side, 0.0)
     for side in taken:

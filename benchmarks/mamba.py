@@ -1,8 +1,8 @@
-"""Scans beside those of packages of their own, on a GPU: Mamba-2's and Mamba-3's of mamba-ssm, mLSTM of mlstm_kernels.
+"""Scans beside other packages on a GPU: Mamba-2 and Mamba-3 of mamba-ssm, mLSTM of mlstm_kernels.
 
-Only the Triton kernels of these packages are needed, which are plain Python. Importing the package mamba-ssm would ask
-for its compiled extensions, which the scans do not use: the modules are imported without it. The gated delta rule of
-FlashQLA is compared in the same way; its package is imported whole, and its kernels are in TileLang.
+Only the Triton kernels of these packages are needed, which are plain Python. The package mamba-ssm would import
+compiled extensions, which the scans do not use, so its modules are imported without the package. The gated delta rule
+of FlashQLA is compared likewise, but its package, with kernels in TileLang, is imported.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .cases import MAMBA2_TRAINING, Draw, Op, Shape, Targets, parameter, rates, 
 from .report import Row
 
 CHUNK = 256
-"""The tokens of a chunk that mamba-ssm's layer of Mamba-2 asks for. To flacompose it makes no difference."""
+"""The chunk size of mamba-ssm's layer of Mamba-2. flacompose ignores it."""
 ACCURACY = Shape(1, 1024, 1, 128, 64, group=32)
 TOLERANCE = 0.03
-"""By how much results and gradients of the two sides may differ: several times the rounding errors of both."""
+"""The allowed difference between results and gradients of the sides: several times their rounding errors."""
 
 
 MAMBA2 = {
@@ -57,7 +57,7 @@ MAMBA3_MORE = {"D": parameter("HV"), "Z": Draw("B T HV V")}
 
 
 def ssd(scan: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Mamba-2's `scan` of a side, its keywords for states as the other functions have them."""
+    """The `scan` of Mamba-2, with the keywords of other functions for states."""
     return partial(with_states, scan, "return_final_states", dt_softplus=True)
 
 
@@ -68,18 +68,18 @@ def stateless(
     output_final_state: bool = False,
     **inputs: Any,
 ) -> tuple[Tensor, tuple[()]]:
-    """Another `scan`, of which no states are compared, with heads before tokens in the inputs that are named."""
+    """Another `scan` without states. The inputs in `transposed` have heads before tokens."""
     o = scan(**inputs | {name: inputs[name].transpose(1, 2).contiguous() for name in transposed.split()})
     return (o if isinstance(o, Tensor) else o[0]), ()
 
 
 def xlstm(scan: Callable[..., Any], **inputs: Any) -> Tensor:
-    """mlstm_kernels' `scan`, whose output has heads first as well, and whose products have the dtype of the inputs."""
+    """The `scan` of mlstm_kernels. Its output has heads before tokens, and its products the dtype of the inputs."""
     return scan(**inputs, autocast_kernel_dtype=inputs["q"].dtype).transpose(1, 2)
 
 
 class Part(NamedTuple):
-    """What is measured beside one package: flacompose's function and the package's, in a module of it."""
+    """The comparison with one package: the function of flacompose, and a function in a module of the package."""
 
     side: str
     package: str
@@ -89,10 +89,10 @@ class Part(NamedTuple):
     other: Callable[[Any], Callable[..., Any]]
     accuracy: Shape | None = None
     slow_to_compile: bool = False
-    """Whether the package compiles for minutes at each shape, so that only what is timed is called."""
+    """Whether the package compiles for minutes at each shape, so that only timed calls are made."""
 
     def sides(self, ours: Any, other: Any) -> dict[str, cases.Functions]:
-        """What the ops call, of `flacompose.ops` and of the module of the package."""
+        """The functions of both sides."""
         scans = {"flacompose": self.ours(ours), self.side: self.other(other)}
         return {side: SimpleNamespace(scan=scan) for side, scan in scans.items()}
 
@@ -104,7 +104,7 @@ class Part(NamedTuple):
 
     @property
     def compiled(self) -> Op:
-        """What surrounds a scan is in kernels of these packages. In flacompose, the compiler fuses most of it."""
+        """The op under ``torch.compile``, which fuses operations around a scan. The packages have kernels for them."""
         return dataclasses.replace(self.ops[-1], name=f"{self.ops[-1].name} under torch.compile")
 
 
@@ -123,7 +123,7 @@ _OF_3 = dataclasses.replace(
     _OP, name="mamba3", inputs=MAMBA3, output="V", states={}, options={"chunk_size": 64}
 )
 _XLSTM = dataclasses.replace(cases.OPS["mlstm"], chunk="scan", states={}, targets=Targets(memory=None))
-# Gates as in the other rows of the gated delta rule, and those of heads from hardly any decay to a strong one.
+# Gates from hardly any decay in the first head to a strong decay in the last.
 _WEAK = parameter(
     "B T HV", lambda x: F.logsigmoid(x + 2) * torch.logspace(-4, 0, x.shape[-1], device=x.device)
 )
@@ -183,7 +183,7 @@ PARTS = {
 
 
 def load(part: str) -> Any:
-    """The module with the scan. Where its files are missing, the program ends and says what to install."""
+    """The module with the scan. If files are missing, the program ends and names them."""
     side, package, module, *_ = PARTS[part]
     if package not in sys.modules:
         spec = importlib.util.find_spec(package)
@@ -191,7 +191,7 @@ def load(part: str) -> Any:
             files = f"the Python files of {side}, and einops," if module else f"the package {package}"
             raise SystemExit(f"--parts {part} needs {files} on the path")
         if module:
-            # In place of the package, a module that only says where its files are.
+            # In place of the package, a module with nothing but the path of its files.
             stand_in = types.ModuleType(package)
             stand_in.__path__ = list(spec.submodule_search_locations)
             sys.modules[package] = stand_in
@@ -206,7 +206,7 @@ def version(package: str) -> str:
 
 
 def difference(op: Op, both: cuda.Sides, shape: Shape) -> Row:
-    """The largest relative difference between the sides, of the output and of all gradients."""
+    """The largest relative difference between the sides, over the output and all gradients."""
     inputs = op.draw(shape, torch.bfloat16, cuda.DEVICE, grad=True)
     do = op.draw_do(shape, torch.bfloat16, cuda.DEVICE)
     results, notes = [], []
@@ -230,9 +230,9 @@ def difference(op: Op, both: cuda.Sides, shape: Shape) -> Row:
 def take(
     part: Part, ours: Any, other: Any, shapes: Sequence[Shape] | None, notes: list[str]
 ) -> Iterator[Row]:
-    """For each op, whether the sides agree and what they cost at each shape, and the errors of both.
+    """For each op, the agreement and the costs of the sides at each shape, and the errors of both.
 
-    Then the scan with all its inputs is compared and timed again, flacompose's under ``torch.compile``.
+    Then the scan with all inputs is compared and timed again, with flacompose under ``torch.compile``.
     """
     both = part.sides(ours, other)
     for op in part.ops:
@@ -252,7 +252,7 @@ def take(
 
 
 def compile_candidates(part: str, shapes: Sequence[Shape] | None, timeout_s: float, workers: int) -> str:
-    """Compile the candidates of the package's kernels in worker processes. Returns a line that says how it went."""
+    """Compile the candidates of the package's kernels in worker processes; return a line about the outcome."""
     last = [] if PARTS[part].slow_to_compile else [PARTS[part].accuracy or ACCURACY]
     asked = ",".join(map(str, [*(shapes or PARTS[part].compiled.training), *last]))
     return warm.side_by_side([sys.executable, "-m", "benchmarks.mamba", part, asked], timeout_s, workers)
@@ -268,10 +268,10 @@ def main() -> None:
     index, workers = int(arguments.index), int(arguments.workers)
     for tuner in tuned.autotuners(part.package):
         warm.compile_only(tuner, index, workers)
-    # At full length, since Triton compiles anew where a number of chunks is divisible by 16.
+    # At full length, since Triton compiles again for a number of chunks that is divisible by 16.
     shapes = [Shape.parse(text) for text in arguments.shapes.split(",")]
     if part.slow_to_compile:
-        # Without candidates to share out, each worker calls the kernels at some of the shapes.
+        # Without candidates, each worker calls the kernels at some of the shapes.
         shapes = shapes[index::workers]
     for op in part.ops:
         warm.steps(op, SimpleNamespace(scan=module), shapes, states=False)

@@ -1,4 +1,4 @@
-"""How one figure is taken. ``fn`` is a call without arguments: nothing here knows which op is measured."""
+"""Measurements of a function ``fn`` without arguments."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 
 def step(fn: Callable[..., tuple], inputs: Mapping[str, Tensor], do: Tensor) -> Callable[[], tuple]:
-    """A training step: the forward and the gradient of every input, which is not added to ``.grad``."""
+    """A training step: the forward and the gradients of all inputs, without ``.grad``."""
     wanted = list(inputs.values())
-    # Of one token from no state, some inputs have no gradient.
+    # For one token without a state, some inputs have no gradient.
     return lambda: torch.autograd.grad(fn(**inputs)[0], wanted, do, allow_unused=True)
 
 
@@ -29,8 +29,8 @@ def host_s(fn: Callable[[], object]) -> float:
 def gpu_ms(fns: Sequence[Callable[[], object]], rounds: int = 3, runs: int = 30) -> list[float]:
     """Median GPU milliseconds of each function.
 
-    The functions take turns, so that a clock rate that drifts affects all of them. Before each run the GPU clears
-    its L2 cache, for long enough that the host has launched the whole call before the GPU starts it: the host's own
+    The functions take turns, so that a drifting clock rate affects all of them. Before each run the GPU clears its L2
+    cache, which takes so long that the host has launched the complete call before the GPU starts it. So the host's
     time is not measured.
     """
     other_memory = torch.empty(4 << 30, dtype=torch.int8, device="cuda")
@@ -63,7 +63,7 @@ def gpu_ms(fns: Sequence[Callable[[], object]], rounds: int = 3, runs: int = 30)
 
 
 def call_ms(fns: Sequence[Callable[[], object]], rounds: int = 3, runs: int = 30) -> list[float]:
-    """Median milliseconds of one call of each function, from an idle GPU until it has finished: the host's time counts.
+    """Median milliseconds of one call of each function, including the host's time, until the GPU has finished.
 
     The functions take turns, as in `gpu_ms`.
     """
@@ -81,7 +81,7 @@ def call_ms(fns: Sequence[Callable[[], object]], rounds: int = 3, runs: int = 30
 
 
 def peak_mib(fn: Callable[[], object]) -> float:
-    """The most device memory that one call allocates beyond what was allocated before it; its results count."""
+    """The peak of the device memory that one call allocates, including its results."""
     fn()
     gc.collect()
     torch.cuda.synchronize()
@@ -97,7 +97,7 @@ def peak_mib(fn: Callable[[], object]) -> float:
 def graph(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
     """Capture the calls into one CUDA graph, after a warm-up, and return a function that replays it.
 
-    All results are kept, so that no call reuses the memory that an earlier one has written.
+    All results are kept, so that no call reuses memory of an earlier call.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -117,7 +117,7 @@ def graph(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
 
 
 def synchronize() -> None:
-    """Wait for the GPU, where there is one."""
+    """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -128,12 +128,12 @@ def host_us(fn: Callable[[], object], calls: int = 200, rounds: int = 7, warm: i
 
 
 def wall_us(fn: Callable[[], object], calls: int = 50, rounds: int = 5) -> float:
-    """Wall-clock microseconds per call, for calls back to back, until the device has finished the last."""
+    """Wall-clock microseconds per call, for consecutive calls, until the device has finished."""
     return _us(fn, calls, rounds, warm=5, at_end=synchronize)
 
 
 def _us(fn: Callable[[], object], calls: int, rounds: int, warm: int, at_end: Callable[[], None]) -> float:
-    """The median over the rounds of the wall-clock microseconds per call, with `at_end` after a round's calls."""
+    """Median over rounds of the microseconds per call. `at_end` is called after the calls of a round."""
     for _ in range(warm):
         fn()
     taken = []
@@ -149,7 +149,7 @@ def _us(fn: Callable[[], object], calls: int, rounds: int, warm: int, at_end: Ca
 
 
 def kernels(fn: Callable[[], object]) -> int:
-    """How many kernels, copies and fills the GPU executes in one call, those of CUDA graphs among them."""
+    """The number of kernels, copies and fills that the GPU executes in one call, including CUDA graphs."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 

@@ -1,4 +1,4 @@
-"""Whole models under torch.compile: the first step with empty caches, and the steady step.
+"""Models under torch.compile: the first step with empty caches, and later steps.
 
 Each model runs in a fresh process with empty caches. Weights and activations are plain bfloat16, without autocast. A
 training step is the forward, the cross-entropy and the backward; no optimizer.
@@ -33,7 +33,7 @@ LIMITS = {FIRST: 1.3, SECOND: 1.3}
 
 @dataclass(frozen=True)
 class Size:
-    """What all models have in common, and the training shapes, each a batch and a length."""
+    """The common sizes of all models, and the training shapes, each a batch and a length."""
 
     layers: int = 12
     width: int = 1024
@@ -80,7 +80,7 @@ def loss_of(model: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Te
 
 
 def train(model: nn.Module, size: Size, wanted: Sequence[str], device: str, backend: str) -> None:
-    """Give the first step at each shape and, where wanted, the steady step and its memory."""
+    """Give the first step at each shape and, if wanted, the time and memory of later steps."""
     inputs = [torch.randint(size.vocabulary, (2, B, T), device=device) for B, T in size.shapes]
     measure.synchronize()
     start = time.perf_counter()
@@ -117,7 +117,7 @@ def take(
     backend: str = "inductor",
     timeout_s: float = 400.0,
 ) -> Iterator[Figure | str]:
-    """Figures and notes as they come, of every model in its own process, and of `before`'s flacompose beside it."""
+    """Figures and notes of every model in its own process, and of the flacompose in `before`."""
     options = ["--device", device, "--backend", backend, "--quantities", *wanted, *size.arguments()]
     for name in names:
         sides: dict[str, Path | None] = {"flacompose": None}
@@ -130,7 +130,7 @@ def take(
 
 
 def rows(taken: Sequence[Figure]) -> list[Row]:
-    """One row a figure: a model's beside softmax attention's, and another checkout's beside the model's."""
+    """One row per figure, beside softmax attention; figures of another checkout are beside the model."""
     values = {(f.model, f.side, f.case, f.quantity): f.value for f in taken}
     found = []
     for f in taken:
@@ -156,7 +156,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = build(arguments.name, size.layers, size.width, size.vocabulary).to(device=device, dtype=dtype)
     answer(note=f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} million parameters")
-    # The start of the device, of its matrix products and of autograd's thread is no part of compiling.
+    # Start the device, its matrix products and autograd's thread before compilation is timed.
     x = torch.randn(64, 64, device=device, dtype=dtype, requires_grad=True)
     torch.autograd.grad((x @ x).sum(), x)
     compiled = partial(train, model, size, arguments.quantities, device, arguments.backend)

@@ -1,4 +1,4 @@
-"""Language models that differ only in what mixes their tokens."""
+"""Language models that differ only in their token mixing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class SoftmaxAttention(nn.Module):
-    """Causal softmax attention with heads of 64, without positions, in the place of a layer that has no state."""
+    """Causal softmax attention with heads of 64, without positions and without a state."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -33,12 +33,12 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("Mamba2", {}),
     "rwkv6": ("RWKV6Attention", {}),
 }
-"""The layer of each model, and its arguments other than the defaults."""
+"""The layer of each model, and its arguments except for defaults."""
 NAMES = (SOFTMAX, *LAYERS, RWKV7)
 
 
 def recurrent(layer: str, options: dict[str, Any], layers: int, width: int, vocabulary: int) -> Any:
-    """A `RecurrentLM` with a SwiGLU in every block, as wide as the peer's: 8/3 of the width, in multiples of 256."""
+    """A `RecurrentLM` with a SwiGLU of 8/3 of the width, in multiples of 256, as in flash-linear-attention."""
     models = importlib.import_module("flacompose.models")
     config = models.RecurrentConfig(
         vocab_size=vocabulary,
@@ -54,7 +54,7 @@ def recurrent(layer: str, options: dict[str, Any], layers: int, width: int, voca
 def build(name: str, layers: int, width: int, vocabulary: int) -> nn.Module:
     """A model by its name, one of `NAMES`."""
     if name == RWKV7:
-        # The peer's model on this library's ops: its layers share values and mix channels in their own way.
+        # The model of flash-linear-attention on this library's ops, since its layers share values and mix channels.
         fla, models = (importlib.import_module(f"flacompose.{x}") for x in ("integrations.fla", "models"))
         sizes = {"num_hidden_layers": layers, "hidden_size": width, "vocab_size": vocabulary}
         return models.RecurrentLM(fla.config_from_fla({"model_type": "rwkv7", **sizes}))

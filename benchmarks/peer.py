@@ -1,4 +1,4 @@
-"""flash-linear-attention, the peer: how to find it, and how to time what it refuses to run."""
+"""flash-linear-attention, the peer: its functions, and adapters to time them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MODULES = ("fla.ops", *(f"fla.ops.{name}" for name in ("hgrn", "gdn2", "rwkv4")))
-"""Where its functions are; ``fla.ops`` lacks some of them."""
+"""The modules of its functions. ``fla.ops`` lacks some of them."""
 
 
 def load() -> SimpleNamespace:
-    """All functions of ``fla.ops``. Where the package is missing, the program ends and says what to install."""
+    """All functions of `MODULES`. If the package is missing, the program ends and names it."""
     try:
         modules = [importlib.import_module(name) for name in MODULES]
         return adapted({name: x for module in modules for name, x in vars(module).items()})
@@ -28,10 +28,10 @@ def load() -> SimpleNamespace:
 
 
 def adapted(functions: dict[str, Any]) -> SimpleNamespace:
-    """The peer's `functions` by name, those that differ from flacompose's called by the same arguments."""
-    # It has faster kernels for gates from -5 to 0, and has to be told that they are.
+    """The peer's `functions` by name, with adapters to the arguments of flacompose."""
+    # It has faster kernels for gates from -5 to 0, but only with this flag.
     changed = {"chunk_kda_with_safe_gates": partial(functions["chunk_kda"], safe_gate=True)}
-    # There is one function for whole rows and for single tokens, which goes through the tokens one by one.
+    # It has one function of RWKV-4 for rows and for single tokens, which loops over tokens.
     for form in ("chunk", "fused_recurrent"):
         changed[f"{form}_rwkv4"] = partial(rwkv4, functions["fused_recurrent_rwkv4"])
         changed[f"{form}_rg_lru"] = partial(rg_lru, functions[f"{form}_hgrn"])
@@ -47,7 +47,7 @@ def rwkv4(
     initial_state: Sequence[Tensor] | None = None,
     output_final_state: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-    """It takes the logarithm of ``-w``, and the three tensors of the state, joined, in the place of none too."""
+    """The peer's function takes ``log(-w)``, and always the three tensors of the state, stacked."""
     if initial_state is None:
         start = k.new_zeros(k.shape[0], 3, 1, k.shape[2])
         start[:, 2] = -1e38
@@ -60,7 +60,7 @@ def rwkv4(
 def rg_lru(
     scan: Callable[..., tuple], x: Tensor, r: Tensor, i: Tensor, a_param: Tensor, **states: Any
 ) -> tuple:
-    """It has no RG-LRU, so this is what one can make of its kernels: the gates in PyTorch, and HGRN's `scan`."""
+    """RG-LRU from kernels of the peer, which has none: the gates in PyTorch, then the `scan` of HGRN."""
     g = -8 * F.softplus(a_param.float()) * r.float().sigmoid()
     entering = (-torch.expm1(2 * g)).sqrt() * i.float().sigmoid() * x
     return scan(entering.to(x.dtype), g, **states)
@@ -71,7 +71,7 @@ def version() -> str:
 
 
 def lift_hopper_check() -> None:
-    """Let the peer's backward with one gate per head run on Hopper under Triton 3.4 to 3.7.0, only to time it.
+    """Let the peer's backward with one gate per head run on Hopper under Triton 3.4 to 3.7.0, to time it.
 
     ``chunk_bwd_dqkwg`` refuses to run there, because Triton compiles it wrongly (flash-linear-attention issue 640):
     its results may be wrong, but it takes the same time. GLA's backward has kernels of its own without this check.
@@ -83,7 +83,7 @@ def lift_hopper_check() -> None:
 
 
 def first_call(fn: Callable[[], object]) -> str | None:
-    """Call ``fn``; where the peer refuses Hopper, lift the check and call again. Returns a note if it did."""
+    """Call ``fn``. If the peer refuses Hopper, lift the check, call again and return a note."""
     try:
         fn()
     except RuntimeError as error:

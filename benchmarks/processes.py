@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-"""Where ``python -m benchmarks...`` finds this package."""
+"""The folder from which ``python -m benchmarks...`` runs."""
 
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
 
 
 @contextlib.contextmanager
 def empty_caches() -> Iterator[dict[str, str]]:
-    """The environment of a process that finds nothing compiled; the folders go when the block ends."""
+    """The environment of a process with empty caches, which are deleted at the end of the block."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         yield {**os.environ, **{name: os.path.join(folder, name.lower()) for name in CACHES}}
 
@@ -42,7 +42,7 @@ def command(module: str, arguments: Sequence[str], package: Path | None = None) 
 
 
 class Process:
-    """A running command that answers in lines of JSON. What else it prints is left out."""
+    """A running command that answers with lines of JSON. Other output is ignored."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         self.errors = tempfile.TemporaryFile("w+")
@@ -58,13 +58,13 @@ class Process:
 
     def send(self, request: Mapping[str, Any]) -> None:
         assert self.popen.stdin is not None
-        # A process that has ended says so when its answer is read.
+        # `receive` reports a process that has ended.
         with contextlib.suppress(BrokenPipeError):
             self.popen.stdin.write(json.dumps(request) + "\n")
             self.popen.stdin.flush()
 
     def receive(self, timeout_s: float) -> dict[str, Any] | None:
-        """The next answer, or ``None`` at the process's end; raises if it failed or took too long."""
+        """The next answer, or ``None`` at the end of the process. It raises if the process failed or was too slow."""
         assert self.popen.stdout is not None
         late = threading.Event()
 
@@ -99,14 +99,14 @@ class Process:
 
 
 def _error(text: str) -> str:
-    """The line that names the error in what a process wrote, or its last line."""
+    """The line of the output that names the error, or the last line."""
     lines = [line for line in text.splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Unsupported|Exit)\b", line)]
     return (named or lines or [""])[-1]
 
 
 def answer(**content: object) -> None:
-    """Print one line that `Process.receive` returns in the process that started this one."""
+    """Print a line that `Process.receive` of the parent process returns."""
     print(json.dumps(content), flush=True)
 
 
@@ -116,7 +116,7 @@ def give(case: str, quantity: str, unit: str, value: float) -> None:
 
 
 def attempt(what: str, take: Callable[[], None]) -> None:
-    """Call `take`; where it fails, say so, and go on with the next."""
+    """Call `take`. A failure becomes a note."""
     try:
         take()
     except Exception as error:
@@ -126,7 +126,7 @@ def attempt(what: str, take: Callable[[], None]) -> None:
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of one model; `side` is ``flacompose``, or the one that it is compared with."""
+    """One number of one model. `side` is ``flacompose`` or the other side."""
 
     model: str
     side: str
@@ -139,7 +139,7 @@ class Figure:
 def figures(
     command: Sequence[str], model: str, side: str, timeout_s: float, env: Mapping[str, str] | None = None
 ) -> Iterator[Figure | str]:
-    """The figures and notes that a process gives of a model, as they come; its failure is a note too."""
+    """The figures and notes of a model from a process. A failure is a note too."""
     label = model if side == "flacompose" else f"{model} {side}"
     with contextlib.closing(Process(command, env)) as process:
         end = time.monotonic() + timeout_s
@@ -158,7 +158,7 @@ def main() -> None:
     checkout, module, *arguments = sys.argv[1:]
     sys.path.insert(0, checkout)
     flacompose = importlib.import_module("flacompose")
-    # All else, this package's imports among it, is of this checkout.
+    # Everything else is imported from this checkout.
     sys.path.remove(checkout)
     found = Path(flacompose.__file__ or "").parents[1]
     if found != Path(checkout):

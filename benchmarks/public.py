@@ -1,11 +1,11 @@
-"""Public models of transformers with random weights: on this library, with the peer, and with PyTorch alone.
+"""Public models of transformers with random weights, on this library, on flash-linear-attention and on PyTorch alone.
 
-The models are those of transformers, at half their published width and with 12 layers. Their mixtures of experts are
-replaced by dense layers as wide as the experts that are active: what routes tokens is no matter of the recurrence, and
-PyTorch 2.11 cannot compile it on a GPU. Weights and activations are bfloat16.
+The models have half their published width and 12 layers. Dense layers as wide as the active experts replace mixtures of
+experts: PyTorch 2.11 cannot compile the routing of tokens on a GPU, and it is independent of the recurrence. Weights
+and activations are bfloat16.
 
-Each model runs in a process of its own on each of `SIDES`: ``flacompose`` is `enable()`, ``fla`` is transformers as it
-is where flash-linear-attention is installed, ``python`` as it is where it is not.
+Each model runs in a process of its own on each of `SIDES`: ``flacompose`` is `enable()`, ``fla`` is transformers with
+flash-linear-attention installed, ``python`` is transformers without it.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ SIDES = ("flacompose", PEER, "python")
 QUANTITIES = ("prefill", "step", "token")
 STEP, TOKEN, GRAPH = "training step, compiled", "one token, compiled", "one token, CUDA graph"
 JOINED = ", projections joined"
-"""What follows the names of figures of a model after `join_projections`, which stand beside the peer's without it."""
+"""The suffix of figures of a model with fused projections. The other side has no such projections."""
 LIMITS = {STEP: 0.8}
 """Upper limits of the ratios to the peer."""
 TOKEN_LIMIT = 0.333
-"""That of a compiled token at batch 1."""
+"""The upper limit of a compiled token at batch 1."""
 PROMPT, CACHE = 128, 1024
-"""The tokens before those that are decoded, and how many the cache of softmax attention has room for."""
+"""The number of tokens before decoding, and the capacity of the cache of softmax attention."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """What both models have in common."""
+    """The common sizes of both models."""
 
     layers: int = 12
     heads: int = 16
@@ -56,7 +56,7 @@ class Size:
 
 
 SMALL = Size(layers=2, heads=2, head_dim=8, vocabulary=64, prefill=(70,), training=(2, 70), batches=(1,))
-"""For a look at the benchmark itself, on a CPU."""
+"""For tests of the benchmark on a CPU."""
 
 
 def _layer_types(layers: int) -> list[str]:
@@ -97,14 +97,14 @@ MODELS: dict[str, Callable[[Size], nn.Module]] = {"qwen3-next": qwen3_next, "kim
 
 
 def compiled(function: Callable[..., Any], side: str, backend: str) -> Callable[..., Any]:
-    """In one graph on this library; elsewhere with as many breaks as it takes."""
+    """Compile `function`, on this library in one graph."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     return torch.compile(function, fullgraph=side == "flacompose", dynamic=False, backend=backend)
 
 
 def first_call(case: str, quantity: str, function: Callable[[], object]) -> None:
-    """Call a compiled function for the first time, and give its breaks and, as a note, its time."""
+    """Call a compiled function for the first time; give its graph breaks and, as a note, its time."""
     measure.synchronize()
     start = time.perf_counter()
     function()
@@ -115,7 +115,7 @@ def first_call(case: str, quantity: str, function: Callable[[], object]) -> None
 
 @torch.no_grad()
 def prefill(model: Any, T: int, vocabulary: int, calls: int) -> None:
-    """A prompt, into a new cache, as `generate` computes it."""
+    """A prompt with a new cache, as in `generate`."""
     from transformers import DynamicCache
 
     ids = torch.randint(vocabulary, (1, T), device=model.device)
@@ -128,7 +128,7 @@ def prefill(model: Any, T: int, vocabulary: int, calls: int) -> None:
 
 
 def train(model: Any, size: Size, side: str, backend: str, calls: int) -> None:
-    """A step is forward, loss and backward; no optimizer."""
+    """A training step: forward, loss and backward, without an optimizer."""
     B, T = size.training
     case = f"B{B} T{T}"
     torch.manual_seed(1)
@@ -142,7 +142,7 @@ def train(model: Any, size: Size, side: str, backend: str, calls: int) -> None:
         model.zero_grad(set_to_none=True)
         loss().backward()
 
-    give(case, "loss", "", loss().item())  # the sides have the same weights and tokens
+    give(case, "loss", "", loss().item())  # the same on all sides, which share weights and tokens
     give(case, "training step, eager", "ms", measure.wall_us(lambda: step(loss), calls=calls, rounds=3) / 1e3)
     if torch.cuda.is_available():
         model.zero_grad(set_to_none=True)
@@ -158,7 +158,7 @@ def train(model: Any, size: Size, side: str, backend: str, calls: int) -> None:
 
 @torch.no_grad()
 def decode(model: Any, B: int, vocabulary: int, side: str, backend: str, calls: int, kind: str = "") -> None:
-    """Greedily, one token after another: eager, compiled, and that in a CUDA graph."""
+    """Greedy decoding: eager, compiled, and compiled in a CUDA graph."""
     from transformers import StaticCache
 
     case = f"B{B} T1"
@@ -206,14 +206,14 @@ def take_all(model: Any, size: Size, side: str, wanted: Sequence[str], backend: 
 def take(
     names: Sequence[str], sides: Sequence[str], options: Sequence[str], *, timeout_s: float = 400.0
 ) -> Iterator[Figure | str]:
-    """Figures and notes as they come."""
+    """Figures and notes."""
     for name in names:
         for side in sides:
             yield from figures(command("public", [name, "--side", side, *options]), name, side, timeout_s)
 
 
 def rows(taken: Sequence[Figure]) -> list[Row]:
-    """Every figure of this library beside that of each other side, and those that only one of them has."""
+    """Every figure of this library beside each other side, and figures that only one side has."""
     values = {(f.model, f.side, f.case, f.quantity): f.value for f in taken}
     found = []
     for baseline in SIDES[1:]:
@@ -247,7 +247,7 @@ def main() -> None:
     arguments = parser.parse_args()
     side, size = arguments.side, SMALL if arguments.small else Size()
     if side != PEER:
-        # Without an effect on `enable()`, which does not ask what transformers has found.
+        # It has no effect on `enable()`, which does not depend on installed libraries.
         sys.modules["fla"] = None  # type: ignore[assignment]
     torch.manual_seed(0)
     with torch.device(arguments.device):
@@ -262,7 +262,7 @@ def main() -> None:
             answer(
                 note="the peer refuses gated backwards on Hopper with this Triton; its check was lifted to time it"
             )
-        # PyTorch 2.11 says so of every model that it compiles, and transformers would then call its own loops.
+        # It is True for every compiled model in PyTorch 2.11, and transformers would then call its own loops.
         vars(importlib.import_module("transformers.integrations.hub_kernels"))["is_torchdynamo_exporting"] = (
             bool
         )

@@ -1,7 +1,6 @@
 """Results as JSON and as a Markdown table.
 
-To render saved results anew: ``python -m benchmarks.report``, and what pages quote of them:
-``python -m benchmarks.summary``
+``python -m benchmarks.report`` renders saved results again, ``python -m benchmarks.summary`` the figures on pages.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ NAMES = {
     "python": "PyTorch alone",
     "softmax": "softmax attention",
 }
-"""What a reader calls the sides that flacompose is compared with, where it is not the name in the results."""
+"""The names of the other sides for readers, if they differ from the results."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of both sides, ``None`` where there is no measurement; ``note`` says why."""
+    """One figure of both sides. ``None`` stands for a missing measurement, which ``note`` explains."""
 
     op: str
     case: str
@@ -37,7 +36,7 @@ class Row:
     max_value: float | None = None
     note: str = ""
     beside: str = ""
-    """The side compared with, where it is not the one that the whole run is compared with."""
+    """The other side, if it differs from the other side of the run."""
 
     @property
     def ratio(self) -> float | None:
@@ -45,7 +44,7 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether all targets are met; ``None`` without targets. A missing figure meets no target."""
+        """Whether all targets are met, or ``None`` without targets. A missing figure meets no target."""
         if self.max_ratio is None and self.max_value is None:
             return None
         by_ratio = self.max_ratio is None or (self.ratio is not None and self.ratio <= self.max_ratio)
@@ -55,7 +54,7 @@ class Row:
 
 @dataclass
 class Results:
-    """One run: where it took place and its rows. ``other`` names the side that flacompose is compared with."""
+    """The environment and rows of a run. ``other`` names the other side."""
 
     other: str
     environment: dict[str, str]
@@ -63,7 +62,7 @@ class Results:
     notes: list[str] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        """Replace the file in one go: an interrupted run leaves the last complete one."""
+        """Replace the file at once, so that an interrupted run leaves a complete file."""
         rows = [{**asdict(row), "ratio": row.ratio, "met": row.met} for row in self.rows]
         content = {"other": self.other, "environment": self.environment, "notes": self.notes, "rows": rows}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,13 +73,13 @@ class Results:
     @classmethod
     def load(cls, path: Path) -> Results:
         content = json.loads(path.read_text())
-        names = Row.__dataclass_fields__  # results of earlier versions lack the newer ones
+        names = Row.__dataclass_fields__  # results of earlier versions lack newer fields
         rows = [Row(**{name: row[name] for name in names if name in row}) for row in content["rows"]]
         return cls(content["other"], content["environment"], rows, content["notes"])
 
 
 def number(x: float | None) -> str:
-    """Three significant digits, in scientific notation where the number would be long."""
+    """Three significant digits, in scientific notation if the number would be long."""
     if x is None:
         return ""
     if x != x:
@@ -130,7 +129,7 @@ def table(results: Results) -> str:
 
 
 def section(results: Results) -> str:
-    """The run as docs/saved-runs.md has it: under a heading, its table, which opens at a click."""
+    """The section of a run in docs/saved-runs.md: a heading, and a table that opens at a click."""
     run = ", ".join(results.environment[name] for name in ("date", "commit") if name in results.environment)
     folded = (
         f'<details markdown="1">\n<summary>{run or "Figures"}</summary>\n\n{table(results)}\n</details>\n'
@@ -139,7 +138,7 @@ def section(results: Results) -> str:
 
 
 def put_between(page: Path, text: str, begin: str, end: str, block: str) -> str:
-    """`text`, that of `page`, with `block` between its two markers in place of what is there."""
+    """The `text` of `page`, with `block` between the two markers."""
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(f"{page} must have the markers {begin} and {end} once each, in this order")
     before, rest = text.split(begin)

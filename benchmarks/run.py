@@ -9,8 +9,8 @@ python -m benchmarks.run --parts flashqla                the gated delta rule be
 python -m benchmarks.run --parts generation              a model that reads prompts, writes and checks tokens
 python -m benchmarks.run --parts context                 a long row on several GPUs and on one
 
-Against flash-linear-attention, inputs are what its own benchmark takes: q, k, v standard normal, gates
-``logsigmoid(normal)``, all bfloat16. Forward is that of a training step, gradients enabled.
+Inputs beside flash-linear-attention are those of its own benchmark: q, k, v standard normal, gates
+``logsigmoid(normal)``, all bfloat16. The forward has gradients enabled.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ DEFAULT_PARTS = ("training", "decode", "accuracy", "cold", "host")
 PARTS = (*DEFAULT_PARTS, *mamba.PARTS, "model", "public", "generation", "context")
 
 ANYWHERE = {"host", "model", "public", "generation", "context"}
-"""Parts whose figures are taken in other processes than this one, without the peer and on a CPU too."""
+"""Parts that run in other processes, without flash-linear-attention and also on a CPU."""
 APART = ANYWHERE | {*mamba.PARTS}
-"""Parts that have results files of their own."""
+"""Parts with results files of their own."""
 TUNING = "the other side's tuning times each of its candidates for {:g} ms, not 100"
 
 
@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     group: Any = p
 
     def add(name: str, *, many: Sequence[str] = (), default: Any = None, **options: Any) -> None:
-        """An option; `many` are the words of which it takes one or more, by default all."""
+        """Add an option. It takes one or more of the words `many`, by default all."""
         if many:
             options |= {"nargs": "+", "choices": many}
             options.setdefault("metavar", name.strip("-").split("-")[-1].rstrip("s").upper())
@@ -94,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 class Run:
-    """A run in progress: every row is printed when it is taken, and the file is complete after each."""
+    """A run in progress. Every row is printed and saved at once."""
 
     def __init__(self, results: report.Results, path: Path) -> None:
         self.results, self.path = results, path
@@ -121,7 +121,7 @@ class Run:
 
 
 def apart(part: str, ops: list[Op], device: str, argv: list[str], arguments: argparse.Namespace) -> None:
-    """One of the parts `APART`, with a results file of its own."""
+    """Run one of the parts `APART`."""
     names, other = {
         "host": ([op.name for op in ops], "softmax attention"),
         "model": (arguments.models, "softmax attention"),
@@ -161,7 +161,7 @@ def apart(part: str, ops: list[Op], device: str, argv: list[str], arguments: arg
 
 
 def of_mamba(run: Run, name: str, arguments: argparse.Namespace) -> None:
-    """A scan beside that of a package of its own."""
+    """Compare a scan with another package."""
     part, other = mamba.PARTS[name], mamba.load(name)
     run.results.environment[part.side] = mamba.version(part.package)
     run.note(part.note)
@@ -183,7 +183,7 @@ def of_transformers(run: Run, device: str, arguments: argparse.Namespace) -> Non
 
 
 def follow(run: Run, taken: Iterable[Any], rows: Callable[[list[Any]], list[report.Row]]) -> None:
-    """Save the rows of the figures, and the notes among these, as they come."""
+    """Save rows of figures, and notes, as soon as they are taken."""
     figures: list[Any] = []
     for figure in taken:
         if isinstance(figure, str):
@@ -196,7 +196,7 @@ def follow(run: Run, taken: Iterable[Any], rows: Callable[[list[Any]], list[repo
 
 
 def configs_of(arguments: argparse.Namespace) -> Path:
-    """The file that gets the launch configurations which the peer has chosen."""
+    """The file for the launch configurations that the peer has chosen."""
     return arguments.out / "peer-configs.json"
 
 
@@ -265,6 +265,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    # A run that is stopped ends its processes and writes its table.
+    # A stopped run ends its processes and writes its table.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     main()

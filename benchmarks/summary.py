@@ -1,9 +1,8 @@
-"""What the pages quote of all saved results.
+"""The figures of saved results that pages quote.
 
-README.md, which is also the home page, has three reasons, a few figures and where another library is faster;
-docs/choosing.md has the costs of the recurrences; docs/performance.md has the plot and the tables; the page of the
-gated delta rule compares it with FlashQLA. Each stands between two markers of its page, so that
-``python -m benchmarks.summary`` can write it anew.
+README.md, also the home page, has three reasons, a few figures, and cases where another library is faster.
+docs/choosing.md has the costs of recurrences, docs/performance.md the plot and the tables, and the page of the gated
+delta rule a comparison with FlashQLA. ``python -m benchmarks.summary`` rewrites the text between two markers of a page.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .report import NAMES, RESULTS, Results, Row, number, put_between, saved
 
 IMAGE = Path("docs/images/summary.svg")
 INK = "#808080"
-"""The colour of text and axes. It is legible on white and on dark pages, through the pictures' transparent ground."""
+"""The colour of text and axes. It is legible on white and on dark pages, since the background is transparent."""
 INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -42,7 +41,7 @@ Taken = tuple[Row, Results]
 
 
 def collect(runs: Sequence[Results]) -> Figures:
-    """The newest figure of each op, case, quantity and other side. One without the other side replaces none with it."""
+    """The newest figure of each op, case, quantity and other side. A complete row has precedence."""
     figures: Figures = {}
     for run in sorted(runs, key=lambda run: run.environment.get("date", "")):
         for row in run.rows:
@@ -58,10 +57,10 @@ def ops(
 ) -> dict[str, Taken]:
     """For each op that has this quantity for both sides, its figure and the run that it comes from.
 
-    It is the one at the shape that all ops are measured at, where there is one, and the oldest of other cases.
+    The figure is at the shape common to all ops, if there is one, else the oldest.
 
-    With `alone`, a figure of flacompose without one of the other side counts too. With `each`, all figures of an op
-    have a place, under its name and their case.
+    With `alone`, figures without the other side are included. With `each`, all figures of an op are included, under its
+    name and their case.
     """
     found: dict[str, Taken] = {}
     for (op, other, case, name), (row, run) in figures.items():
@@ -70,12 +69,12 @@ def ops(
         elsewhere = not each and case != first and (op, other, first, name) in figures
         if (other, name) == (baseline, quantity) and complete and not elsewhere:
             found.setdefault(f"{op}, {case}" if each else op, (row, run))
-    # In the order of the benchmark, not in that of the runs.
+    # In the order of the benchmark, not of the runs.
     return {op: found[op] for op in sorted(found, key=[*OPS, *found].index)}
 
 
 def the(figures: Figures, op: str, baseline: str, quantity: str) -> Taken:
-    """The figure of one op that the README quotes; an error where the saved results no longer have it."""
+    """The figure of one op that the README quotes. A missing figure is an error."""
     try:
         return ops(figures, baseline, quantity)[op]
     except KeyError:
@@ -103,7 +102,7 @@ def where(run: Results) -> str:
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[str] = ()) -> str:
-    """A table of the columns that have anything in them; those named in `words` are text, the others numbers."""
+    """A table of the columns that are not empty. Columns in `words` are text, other columns are numbers."""
     rows = list(rows)
     kept = [i for i in range(len(header)) if any(row[i] for row in rows)]
     line = f"|{'|'.join('---' if header[i] in words else '--:' for i in kept)}|\n"
@@ -138,7 +137,7 @@ CHOSEN = (
     ("Kimi Linear, a whole model", "kimi-linear model", PEER, PUBLIC_STEP),
     ("A model of gated linear attention", "gla model", SOFTMAX, MODEL_STEP),
 )
-"""The rows of the README: what is told of them, the op, the other side, the quantity."""
+"""The rows of the README: title, op, other side, quantity."""
 
 
 def few(figures: Figures) -> str:
@@ -153,7 +152,7 @@ def few(figures: Figures) -> str:
 
 
 def ratios(figures: Figures, quantity: str) -> list[float]:
-    """Those of flacompose to FlashQLA, at every shape that was measured."""
+    """The ratios of flacompose to FlashQLA at every measured shape."""
     taken = ops(figures, QLA, quantity, each=True).values()
     return [row.ratio for row, _ in taken if row.ratio is not None]
 
@@ -163,7 +162,7 @@ def span(values: Sequence[float]) -> str:
 
 
 def faster(figures: Figures) -> str:
-    """What the README says of FlashQLA."""
+    """The text about FlashQLA in the README."""
     step, run = the(figures, "gated_delta_rule", QLA, STEP)
     on_gpu, called = ratios(figures, STEP), ratios(figures, WITH_HOST.format(STEP))
     with_host = ""
@@ -182,7 +181,7 @@ def faster(figures: Figures) -> str:
 
 
 def beside_flashqla(figures: Figures) -> str:
-    """For the page of the gated delta rule, the ratios to FlashQLA at each shape, on the GPU and with the host."""
+    """The ratios to FlashQLA at each shape, on the GPU and with the host, for the page of the gated delta rule."""
     kinds = {
         "forward": FORWARD,
         "step": STEP,
@@ -220,11 +219,11 @@ RECURRENCES = (
     ("[Gated slot attention](ops/gsa.md)", "gsa", PEER),
     ("[RWKV7](ops/rwkv7.md)", "rwkv7", PEER),
 )
-"""What the page on choosing calls each recurrence, the op, and the side that it was measured beside."""
+"""The rows of the page on choosing: title, op, other side."""
 
 
 def costs(figures: Figures) -> str:
-    """What a step of each recurrence costs, for the page on choosing."""
+    """The cost of a step of each recurrence, for the page on choosing."""
     rows = []
     for told, op, baseline in RECURRENCES:
         step = the(figures, op, baseline, STEP)
@@ -301,7 +300,7 @@ def all_figures(figures: Figures) -> str:
 
 
 def long_rows(figures: Figures) -> dict[str, list[tuple[int, Taken]]]:
-    """Of each model, the steps of one row that is shared out among GPUs, by the number of tokens."""
+    """For each model, the steps of one row on several GPUs, by the number of tokens."""
     found: dict[str, list[tuple[int, Taken]]] = {}
     for (op, other, case, quantity), taken in figures.items():
         if (other, quantity) == (context.ONE, context.STEP):
@@ -311,7 +310,7 @@ def long_rows(figures: Figures) -> dict[str, list[tuple[int, Taken]]]:
 
 @contextlib.contextmanager
 def drawing(path: Path, height: float) -> Iterator[Any]:
-    """The axes of a picture, which is then saved: without date or random names, so that it depends on figures alone."""
+    """The axes of a picture, which is then saved without date or random names, so that it depends on figures alone."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -326,7 +325,7 @@ def drawing(path: Path, height: float) -> Iterator[Any]:
 
 
 def plot_long_rows(figures: Figures, path: Path) -> None:
-    """Step time of one row by its number of tokens: a line for each model, broken on one GPU."""
+    """Step time of one row by its number of tokens, with a line for each model, dashed for one GPU."""
     rows = long_rows(figures)
     with drawing(path, 4) as axes:
         for colour, (op, taken) in zip(cycle(("#2a7f62", "#d1793a", "#3b6fb5")), rows.items()):
@@ -348,7 +347,7 @@ def plot_long_rows(figures: Figures, path: Path) -> None:
 
 
 def plot(figures: Figures, path: Path) -> None:
-    """Step time and memory of every op over the peer's, and over FlashQLA's, as bars."""
+    """Bars of the step time and memory of every op, relative to the peer and to FlashQLA."""
     steps = ops(figures, PEER, STEP)
     steps |= {f"{op}\nbeside {QLA}": taken for op, taken in ops(figures, QLA, STEP).items()}
     memories = [in_the_same_run(taken, MEMORY) for taken in steps.values()]
@@ -376,11 +375,11 @@ PAGES: dict[str, dict[str, Callable[[Figures], str]]] = {
     "docs/performance.md": {"figures": all_figures},
     "docs/ops/gated_delta_rule.md": {"flashqla": beside_flashqla},
 }
-"""What is made for each page, by the name that its markers have."""
+"""The functions that make the blocks of pages, by the name of the markers."""
 
 
 def pages(runs: Sequence[Results], root: Path = ROOT) -> dict[Path, str]:
-    """The text of each page with what the runs say; a page without its markers is an error."""
+    """The text of each page with the figures of the runs. A page without its markers is an error."""
     figures, texts = collect(runs), {}
     for name, blocks in PAGES.items():
         path = root / name

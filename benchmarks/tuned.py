@@ -1,6 +1,6 @@
-"""The peer's launch configurations: install saved ones, which spares minutes of autotuning, and save its choices.
+"""The peer's launch configurations: install saved ones, which saves minutes of autotuning, and save its choices.
 
-After a line about where they were chosen, the file has a line for each configuration: ``{"kernel": name, "when": {key
+After a line about their origin, the file has a line for each configuration: ``{"kernel": name, "when": {key
 argument: value}, "dtypes": [...], "config": {...}}``. Key arguments are saved by name, because the peer reorders and
 extends them between releases. A line with other names than the kernel's is ignored. A kernel that finds no
 configuration tunes as usual.
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def autotuners(package: str = "fla") -> Iterator[Any]:
-    """Every autotuned kernel in the loaded modules of the package, each once."""
+    """All autotuned kernels in the loaded modules of the package."""
     from triton.runtime.autotuner import Autotuner, Heuristics
 
     seen = set()
@@ -33,7 +33,7 @@ def autotuners(package: str = "fla") -> Iterator[Any]:
 
 
 def install(path: Path, package: str = "fla") -> set[tuple[str, tuple]]:
-    """Fill the autotuners' caches from the file; returns what was installed, as (kernel, key)."""
+    """Fill the autotuners' caches from the file; return the installed pairs (kernel, key)."""
     from triton import Config
 
     _, *entries = map(json.loads, path.read_text().splitlines())
@@ -54,7 +54,7 @@ def install(path: Path, package: str = "fla") -> set[tuple[str, tuple]]:
 
 
 def shorten(ms: float, package: str = "fla") -> None:
-    """Have every candidate timed for about so many milliseconds, where Triton takes 25 to warm up and 100 to time."""
+    """Time every candidate for about this long, where Triton takes 25 ms to warm up and 100 ms to time."""
     from triton.testing import do_bench
 
     for tuner in autotuners(package):
@@ -62,7 +62,7 @@ def shorten(ms: float, package: str = "fla") -> None:
 
 
 def origin(path: Path) -> str:
-    """A line that says who made the choices in the file, and where."""
+    """A line about the origin of the choices in the file."""
     content = json.loads(path.read_text().splitlines()[0])
     return (
         f"launch configurations in {path.name} were chosen by {content['tuned_with']} on {content['device']}"
@@ -70,18 +70,18 @@ def origin(path: Path) -> str:
 
 
 def cached(package: str = "fla") -> set[tuple[str, tuple]]:
-    """All pairs of a kernel and a key that have a configuration now."""
+    """All pairs of a kernel and a key with a configuration."""
     return {(tuner.base_fn.__name__, key) for tuner in autotuners(package) for key in tuner.cache}
 
 
 def save(path: Path, device: str, version: str, package: str = "fla") -> None:
-    """Write every configuration that the autotuners hold, in the form that `install` reads."""
+    """Write all configurations of the autotuners for `install`."""
     lines: list[dict] = [{"device": device, "tuned_with": f"flash-linear-attention {version}"}]
     for tuner in autotuners(package):
         for key, config in tuner.cache.items():
             values, dtypes = key[: len(tuner.keys)], key[len(tuner.keys) :]
             if len(values) < len(tuner.keys) or not all(str(dtype).startswith("torch.") for dtype in dtypes):
-                continue  # a key argument kept its default, so that the values cannot be matched with names
+                continue  # a key argument kept its default, so values and names do not match
             lines.append(
                 {
                     "kernel": tuner.base_fn.__name__,

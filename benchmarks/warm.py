@@ -1,4 +1,4 @@
-"""Compile the peer's candidate kernels in parallel, so that its tuning afterwards only has to time them.
+"""Compile the peer's candidate kernels in parallel, so that its tuning only has to time them.
 
 Each worker process makes the same calls but launches no kernel. For every kernel that is about to be tuned, it
 compiles its share of the candidates into Triton's disk cache. The measuring process tunes afterwards, alone on the
@@ -30,15 +30,15 @@ from .processes import ROOT
 def compile_candidates(
     op: str, shapes: Sequence[Shape], configs: Path | None, timeout_s: float, workers: int
 ) -> str:
-    """Compile the candidates of an op's calls in worker processes. Returns a line that says how it went."""
+    """Compile the candidates of an op's calls in worker processes; return a line about the outcome."""
     asked = [op, ",".join(map(str, shapes)), str(configs or "none")]
     return side_by_side([sys.executable, "-m", "benchmarks.warm", *asked], timeout_s, workers)
 
 
 def side_by_side(command: Sequence[str], timeout_s: float, workers: int) -> str:
-    """Run a command in worker processes, and end those that take longer than ``timeout_s``.
+    """Run a command in worker processes for at most ``timeout_s``; return a line about the outcome.
 
-    Each gets its index and the number of workers as its last arguments. Returns a line that says how it went.
+    The last arguments of each worker are its index and the number of workers.
     """
     start = time.monotonic()
     env = {**os.environ, "OMP_NUM_THREADS": "1"}  # one core for each worker
@@ -61,7 +61,7 @@ def side_by_side(command: Sequence[str], timeout_s: float, workers: int) -> str:
                     failed.append((log.read().strip().splitlines() or ["no message"])[-1])
         finally:
             for process in processes:
-                process.kill()  # does nothing to one that has ended
+                process.kill()  # no effect if it has ended
                 process.wait()
     line = (
         f"compiled the other side's candidates in {time.monotonic() - start:.0f} s with {workers} processes"
@@ -95,16 +95,16 @@ def compile_only(tuner: Any, index: int, workers: int) -> None:
         for config in itertools.islice(candidates, first, None, workers):
             try:
                 tuner.fn.run(*args, **{**kwargs, "warmup": True}, **config.all_kwargs())
-            except Exception as error:  # the tuning will reject it
+            except Exception as error:  # tuning will reject it too
                 print(f"{tuner.base_fn.__name__} {config}: {error}", file=sys.stderr)
-        # Some callers ask the kernel which one it has taken.
+        # Some callers read the chosen configuration.
         tuner.best_config = candidates[0]
 
     tuner.run = run
 
 
 def steps(op: Op, module: Functions, shapes: Sequence[Shape], states: bool) -> None:
-    """A training step at each shape, and one with states if asked for."""
+    """A training step at each shape, with `states` also one with states."""
     chunk = op.chunk_of(module)
     for shape in dict.fromkeys(shapes):
         inputs = op.draw(shape, torch.bfloat16, cuda.DEVICE, grad=True)
@@ -138,7 +138,7 @@ def main() -> None:
         tuned.install(Path(arguments.configs))
     for tuner in tuned.autotuners():
         compile_only(tuner, int(arguments.index), int(arguments.workers))
-    # Beyond one chunk the choice does not depend on the length, and short inputs leave memory for every worker.
+    # Short inputs leave memory for every worker, and beyond one chunk the choice does not depend on the length.
     shapes = [Shape.parse(text)._replace(T=256) for text in arguments.shapes.split(",")]
     steps(op, module, shapes, states=True)
     token(op, module)

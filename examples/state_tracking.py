@@ -1,17 +1,17 @@
-"""Train small models of five layers to follow a state, and plot which of them go on doing so in longer sequences.
+"""Train small models of five kinds of layers to track a state, and plot their accuracy on longer sequences.
 
     python examples/state_tracking.py                          # all, about five minutes on one CPU thread
     python examples/state_tracking.py --tasks 2 --steps 100    # parity alone
 
-Objects lie in a row, each token swaps two of them or none, and after each token the model says in which order they lie
-now. With two objects that is parity: whether the number of swaps so far is odd. With five it is the word problem of the
-symmetric group S5. Neither can be read off a fixed number of tokens: the state must hold the order, and a token must
-exchange two parts of it without loss.
+Objects lie in a row. Each token swaps two of them or none, and after each token the model predicts their order. With
+two objects this is parity: whether the number of swaps so far is odd. With five objects it is the word problem of the
+symmetric group S5. The answer depends on all tokens: the state must hold the order, and a token must exchange two parts
+of the state without loss.
 
-What a token does to the state of a layer is a matrix, and what that matrix can be decides. Gated linear attention
-multiplies channels by numbers between 0 and 1, which only shrinks them. The gated delta rule and RWKV7 also mix
-channels, but an exchange has the eigenvalue -1, and theirs are at least 0 and -0.46, unless `allow_neg_eigval` is on. A
-model may still fit the sequences that it is trained with, and then fails in longer ones.
+A token multiplies the state of a layer by a matrix, and the possible matrices decide. Gated linear attention multiplies
+channels by numbers between 0 and 1, which only shrinks them. The gated delta rule and RWKV7 also mix channels. But an
+exchange has the eigenvalue -1, and their eigenvalues are at least 0 and -0.46, unless `allow_neg_eigval` is on. Such a
+model may fit the training sequences, but fails on longer ones.
 
 On one CPU thread a run gives the same numbers each time.
 """
@@ -49,18 +49,18 @@ OPTIONS = {
     "RWKV7Attention": {"head_dim": WIDTH // HEADS},
 }
 TITLES = {2: "Parity", 3: "S3", 5: "S5"}
-"""By the number of objects."""
+"""Titles, by the number of objects."""
 
 
 def vocabulary(objects: int) -> int:
-    """The tokens, which are the swaps, none and the start, or the orders, if these are more."""
+    """The number of tokens (swaps, no swap, start) or of orders, whichever is larger."""
     return max(math.comb(objects, 2) + 2, math.factorial(objects))
 
 
 def batches(
     objects: int, size: int, length: int, seed: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Without end: a start and swaps, `[size, length]`, and the number of the order after each, the same."""
+    """Endless batches: a start and swaps, `[size, length]`, and the index of the order after each token, likewise."""
     orders = list(permutations(range(objects)))
     swaps = [(0, 0), *combinations(range(objects), 2)]
 
@@ -107,14 +107,14 @@ def train(name: str, objects: int, args: argparse.Namespace) -> RecurrentLM:
 
 @torch.no_grad()
 def accuracies(model: RecurrentLM, objects: int, args: argparse.Namespace) -> dict[int, float]:
-    """By the number of tokens, up to eight times those of training, the part of right orders in the last quarter."""
+    """The accuracy in the last quarter of sequences, by their length, up to eight times the length in training."""
     tokens, orders = next(batches(objects, 256, 8 * args.length, args.seed + 1, args.device))
     right = (model(tokens)[0].argmax(-1) == orders).float().mean(0)
     lengths = [args.length * 2**i // 4 for i in range(6)]
     return {n: right[n - max(1, n // 4) : n].mean().item() for n in lengths}
 
 
-# Legible on white and on dark pages, through the picture's transparent ground.
+# Legible on white and on dark pages, since the background is transparent.
 COLOURS = ("#1f77b4", "#d1661a", "#2ca02c", "#d62728", "#9467bd")
 INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 STYLE: dict[Any, Any] = {

@@ -1,11 +1,11 @@
-"""Train a small hybrid of gated delta rule and softmax attention, three layers to one, to recall what was written last.
+"""Train a hybrid of gated delta rule and softmax attention, three layers to one, to recall the last written values.
 
     python examples/train_hybrid.py                # about a minute on one CPU thread
     python examples/train_hybrid.py --compile      # the whole model as one graph, forward and backward
 
-A sequence writes values under keys, some of them several times, and then asks for every key: which value was written
-last? The delta rule replaces the value of a key, as the task does. After training, the model reads a sequence once,
-keeps the states of its layers, and answers the questions one token at a time from them.
+A sequence writes values under keys, under some keys several times, and then asks for the last value of every key. The
+delta rule replaces the value of a key, as the task does. After training, the model reads a sequence once, keeps the
+states of its layers, and answers the questions from them, one token at a time.
 
 On one CPU thread a run gives the same numbers each time.
 """
@@ -24,11 +24,11 @@ from tqdm import trange
 
 from flacompose.layers import GatedDeltaNet
 
-KEYS = VALUES = 8  # the tokens of values come after those of keys
+KEYS = VALUES = 8  # tokens: first the keys, then the values
 
 
 class Attention(nn.Module):
-    """Causal softmax attention, called as a layer of flacompose is; its state is the keys and values so far."""
+    """Causal softmax attention, called like a layer of flacompose. Its state is all keys and values so far."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Attention(nn.Module):
         q, k, v = self.qkv_proj(x).view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         if state is not None:
             k, v = torch.cat([state[0], k], 2), torch.cat([state[1], v], 2)
-        # After the first call tokens come one at a time, and each sees all that came before.
+        # After the first call there is one token per call, which sees all earlier tokens.
         assert state is None or T == 1
         o = F.scaled_dot_product_attention(q, k, v, is_causal=state is None)
         return self.o_proj(o.transpose(1, 2).reshape(B, T, width)), (k, v)
@@ -75,7 +75,7 @@ class Hybrid(nn.Module):
 def batches(
     size: int, writes: int, seed: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Without end: what is written, `[B, 2 * writes]`, the questions and the answers, `[B, KEYS]` each."""
+    """Endless batches: the writes, `[B, 2 * writes]`, the questions and the answers, `[B, KEYS]` each."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         keys = torch.randint(KEYS, (size, writes), generator=generator)
@@ -92,7 +92,7 @@ def batches(
 
 @torch.no_grad()
 def recalled(model: Hybrid, written: Tensor, questions: Tensor, answers: Tensor) -> float:
-    """The part of right answers, asked one token at a time from the states after what was written."""
+    """The share of right answers to questions, asked one token at a time after the writes."""
     _, states = model(written)
     right = []
     for question, answer in zip(questions.split(1, 1), answers.unbind(1), strict=True):

@@ -3,14 +3,14 @@
     python examples/train_lm.py                      # the text of Python's own language reference
     python examples/train_lm.py --text book.txt --steps 2000
 
-The recurrent state is an argument and a result of the model, and everything here follows from that: the text
-is trained on in consecutive segments that hand the state on (truncated backpropagation through time), the
-exported program continues any sequence at any length, and generation is the same model one token at a time.
+The recurrent state is an argument and a result of the model. So training passes it from one segment of the text to the
+next (truncated backpropagation through time), the exported program continues any sequence at any length, and generation
+calls the same model with one token at a time.
 
-Everything that it writes is in --out. Ctrl-C saves a checkpoint there, beside the compiler's cache, and the same
-command continues from it; a run that has ended removes both. On one CPU thread the result is that of an uninterrupted
-run, to the bit. On several threads or a GPU it differs in the last bits, as any two runs do: the order in which the
-embedding's gradient is summed varies there.
+All files are written to --out. Ctrl-C saves a checkpoint there, beside the compiler's cache, and the same command
+continues from it. A complete run removes both. On one CPU thread, an interrupted run gives the same result to the bit.
+On several threads or a GPU any two runs differ in the last bits, since the order in which the embedding's gradient is
+summed varies.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Streams:
         self.segments = self.per_stream // self.length
 
     def segment(self, i: int, device: torch.device) -> Tensor:
-        """Segment `i` of every stream, int64 `[batch, length + 1]`: inputs and, one byte on, their targets."""
+        """Segment `i` of every stream, int64 `[batch, length + 1]`: inputs, and targets one byte later."""
         start = torch.arange(self.batch)[:, None] * self.per_stream + i * self.length
         return self.data[start + torch.arange(self.length + 1)].to(device, torch.long)
 
@@ -127,7 +127,7 @@ def read_text(path: Path | None) -> bytes:
 
 
 def split(text: bytes, batch: int, length: int) -> tuple[Streams, Streams]:
-    """The last tenth (32 KiB at most) is held out."""
+    """Split off the last tenth, at most 32 KiB, for validation."""
     held_out = min(len(text) // 10, 1 << 15)
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
     train = Streams(data[: len(data) - held_out], batch, length)
@@ -152,7 +152,7 @@ def byte_frequency_loss(train: Streams, valid: Streams) -> float:
 
 @contextmanager
 def working(on: str) -> Iterator[None]:
-    """A line that counts the seconds, while what is slow says nothing itself."""
+    """Show a line that counts the seconds of a slow step."""
     ended = threading.Event()
 
     def count() -> None:
@@ -193,7 +193,7 @@ class StopOnInterrupt:
 
 
 class Trainer:
-    """Everything that training changes, with the step that changes it."""
+    """The state of training, and its step."""
 
     def __init__(
         self, model: ByteLM, train: Streams, valid: Streams, args: argparse.Namespace, run: dict
@@ -234,7 +234,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean nats per held-out byte, the state carried from segment to segment."""
+        """Mean nats per held-out byte, with the state passed from segment to segment."""
         states, total = self.model.init_states(self.args.batch), 0.0
         with torch.compiler.set_stance("force_eager"):  # the blocks are compiled for training alone
             for i in range(self.valid.segments):
@@ -243,7 +243,7 @@ class Trainer:
         return total / self.valid.segments
 
     def advance(self, stop: StopOnInterrupt) -> None:
-        """One step, and a validation at every fifth of the run."""
+        """One step, and a validation after every fifth of the run."""
         try:
             self.train_step()
         except Exception:
@@ -262,7 +262,7 @@ class Trainer:
                 with working("compiling the first step"):
                     self.advance(stop)
                 stop.compiling = False
-            # Its clock starts here, so that the rate is that of compiled steps.
+            # The clock starts here, so that the rate is the one of compiled steps.
             with tqdm(total=steps, initial=self.step, unit="step", desc="training") as bar:
                 while self.step < steps and not stop.requested:
                     self.advance(stop)
@@ -285,7 +285,7 @@ class Trainer:
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "states": self.states,
-                "step": self.step,  # and with it the position in the text
+                "step": self.step,  # which determines the position in the text
                 "train_losses": self.train_losses,
                 "valid_losses": self.valid_losses,
                 "rng": torch.get_rng_state(),
@@ -293,7 +293,7 @@ class Trainer:
             },
             partial,
         )
-        os.replace(partial, path)  # a checkpoint is whole or absent
+        os.replace(partial, path)  # so that a checkpoint is never incomplete
 
     def resume(self, path: Path) -> None:
         saved = torch.load(path, map_location=self.device, weights_only=True)
@@ -348,7 +348,7 @@ def plot(trainer: Trainer, baseline: float, path: Path) -> None:
 
 
 def export(model: ByteLM, out: Path) -> tuple[Path, Path]:
-    """Two programs with one signature, `(tokens [1, T], states) -> (logits, states)`: any `T >= 2`, and `T = 1`."""
+    """Export `(tokens [1, T], states) -> (logits, states)` twice: for any `T >= 2`, and for `T = 1`."""
     device = next(model.parameters()).device
     states = model.init_states(1)
     tokens, token = (torch.zeros(1, length, dtype=torch.long, device=device) for length in (16, 1))
@@ -371,7 +371,7 @@ def tensors(logits: Tensor, states: States) -> list[Tensor]:
 
 @torch.no_grad()
 def check(program: ExportedProgram, model: ByteLM, text: Tensor) -> None:
-    """Compare logits and states with eager, at lengths that the program was not traced with."""
+    """Compare logits and states with eager mode, at lengths for which the program was not traced."""
     device = next(model.parameters()).device
     exported = program.module()
     for length in (3, 64, 65, 165, 1000):
@@ -396,7 +396,7 @@ def generate(
     count: int,
     seed: int,
 ) -> bytes:
-    """Read the prompt in one call, then sample byte by byte; the state is all that is kept."""
+    """Read the prompt in one call, then sample byte by byte. Only the state is kept."""
     read, step = any_length.module(), one_token.module()
     device = states[0].recurrent.device
     sampler = torch.Generator(device).manual_seed(seed)
@@ -467,8 +467,8 @@ def main(argv: list[str] | None = None) -> None:
     except OSError as error:
         raise SystemExit(f"error: --out {args.out}: {error.strerror}") from None
 
-    # For all that the compiler writes, unless the user has named another. PyTorch reads these when its compiler is
-    # imported, which is at the first use; precompiled headers are always kept where temporary files are.
+    # The folder of the compiler's files, unless the user has set one. PyTorch reads these variables when it imports its
+    # compiler, at the first use. Precompiled headers are always in the folder of temporary files.
     cache = (args.out / "compiler-cache").resolve()
     cache.mkdir(exist_ok=True)
     temporary = os.environ.get("TMPDIR")

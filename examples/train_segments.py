@@ -1,11 +1,11 @@
-"""Train a small model in segments, with truncated and with exact gradients, on a task that only exact ones can learn.
+"""Train a small model in segments, with truncated and with exact gradients, on a task that needs exact gradients.
 
     python examples/train_segments.py                     # both, one after the other
     python examples/train_segments.py --gradients exact
 
-A sequence contains one of eight cues among the noise of its first segment, and ends with a query: which cue was it?
-Only the answer to the query has a loss. At first all cues have the same embedding, so the model must learn what a cue
-writes into the states from a loss that is several segments later. In both ways of training the states carry this
+A sequence contains one of eight cues in the noise of its first segment, and ends with a query: which cue was it? Only
+the answer to the query has a loss. At first all cues have the same embedding. So the model must learn to write a cue
+into the states from a loss that comes several segments later. In both ways of training the states carry this
 information forwards. Truncated backpropagation detaches them between segments, so no gradient ever reaches the cue.
 Without the detach, one backward pass goes through all segments and reaches it.
 
@@ -33,7 +33,7 @@ States = tuple[RecurrentState, ...]  # one per layer
 
 
 class Model(nn.Module):
-    """`(tokens [B, T], states) -> (logits [B, T, CUES], states)`: layers of three recurrences, a state for each."""
+    """`(tokens [B, T], states) -> (logits [B, T, CUES], states)`, with three layers of different recurrences."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Model(nn.Module):
 
 
 def sequences(args: argparse.Namespace, batch: int, seed: int) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
-    """Batches without end: the segments of their tokens, `[batch, length]` each, and their cues, `[batch]`."""
+    """Endless batches: the segments of tokens, `[batch, length]` each, and the cues, `[batch]`."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.arange(batch)
     while True:
@@ -87,7 +87,7 @@ def answer(model: Model, segments: tuple[Tensor, ...], gradients: str) -> Tensor
 
 
 def reach(model: Model, segments: tuple[Tensor, ...], cue: Tensor, gradients: str) -> list[float]:
-    """The norm of the loss's gradient at the embedded tokens of each segment."""
+    """The norm of the gradient of the loss at the embedded tokens of each segment."""
     embedded: list[Tensor] = []
     hook = model.embed.register_forward_hook(lambda module, tokens, x: embedded.append(x))
     loss = F.cross_entropy(answer(model, segments, gradients), cue)

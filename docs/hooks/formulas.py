@@ -11,11 +11,11 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
-# What the Markdown extension arithmatex makes of `\( ... \)`, `\[ ... \]` and `$$ ... $$`.
+# The output of the Markdown extension arithmatex for `\( ... \)`, `\[ ... \]` and `$$ ... $$`.
 FORMULA = re.compile(
     r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL
 )
-# A docstring's formulas on consecutive lines are one such block.
+# Formulas on consecutive lines of a docstring are one such block.
 NEXT = re.compile(r"\$\$\s*\$\$")
 CONVERTER = LatexToMathML(fancy_error=False)
 

@@ -1,4 +1,4 @@
-"""MkDocs hook: three pages are files of the repository's root, with links as they are from the folder docs."""
+"""MkDocs hook: three pages are files in the root of the repository, with links adapted to the folder docs."""
 
 from __future__ import annotations
 

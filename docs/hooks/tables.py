@@ -1,4 +1,4 @@
-"""MkDocs hook: on a telephone, each row of a wide table is a block, in which every cell names its column."""
+"""MkDocs hook: on a telephone, each row of a wide table becomes a block in which every cell names its column."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mkdocs.structure.pages import Page
 TABLE = re.compile(r"<table>(.*?</thead>)(.*?</table>)", re.DOTALL)
 HEADING = re.compile(r"<th\b[^>]*>(.*?)</th>", re.DOTALL)
 COLUMNS = 3
-"""Tables with fewer fit."""
+"""Tables with fewer columns fit."""
 
 
 def on_page_content(
