@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from torch import Tensor
 
 from flacompose.ops._operators.signature import BackwardCall, Gradients
-from flacompose.ops._recurrences.matrix.channel_decay import eager as channel_decay
-from flacompose.ops._recurrences.matrix.delta_rule import eager as delta_rule
-from flacompose.ops._recurrences.matrix.head_decay import eager as head_decay
+from flacompose.ops._recurrences.matrix import walk
+from flacompose.ops._recurrences.matrix.channel_decay.eager import ChannelDecay
+from flacompose.ops._recurrences.matrix.delta_rule.eager import DeltaRule
+from flacompose.ops._recurrences.matrix.head_decay.eager import HeadDecay
 from flacompose.ops._recurrences.matrix.inputs import NORM_EPS, Inputs, scheme
-from flacompose.ops._recurrences.matrix.low_rank import eager as low_rank
+from flacompose.ops._recurrences.matrix.low_rank.eager import LowRank
 from flacompose.ops._recurrences.matrix.token import token
 from flacompose.ops._tensors.dtype import upcast
 
-SCHEMES: dict[str, ModuleType] = {
-    "channel_decay": channel_decay,
-    "delta_rule": delta_rule,
-    "head_decay": head_decay,
-    "low_rank": low_rank,
+SCHEMES: dict[str, type[walk.Segment]] = {
+    "channel_decay": ChannelDecay,
+    "delta_rule": DeltaRule,
+    "head_decay": HeadDecay,
+    "low_rank": LowRank,
 }
 
 
@@ -27,14 +26,12 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
     if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
         return token(**inputs._asdict())
-    o, final_state = SCHEMES[scheme(inputs)].forward(inputs)
-    return o, final_state
+    return walk.forward(inputs, SCHEMES[scheme(inputs)])
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
-    gradients: Gradients = SCHEMES[scheme(call.inputs)].backward(call)
-    return gradients
+    return walk.backward(call, SCHEMES[scheme(call.inputs)])
 
 
 def update(inputs: Inputs, normalize: int) -> tuple[Tensor, Tensor]:
