@@ -18,8 +18,7 @@ from torch import Tensor
 
 from flacompose.ops._recurrences.chunks import Chunks, StatePassing
 from flacompose.ops._recurrences.matrix.inputs import Inputs
-from flacompose.ops._recurrences.matrix.pairs import ChannelGates, halves
-from flacompose.ops._recurrences.matrix.walk import Segment, Wants
+from flacompose.ops._recurrences.matrix.segment import ChannelGates, Segment, Wants, halves
 
 
 class ChannelDecay(Segment):

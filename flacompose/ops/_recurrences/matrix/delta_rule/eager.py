@@ -26,8 +26,7 @@ from torch import Tensor
 from flacompose._torch import pytree
 from flacompose.ops._recurrences.chunks import Chunks, StatePassing
 from flacompose.ops._recurrences.matrix.inputs import Inputs
-from flacompose.ops._recurrences.matrix.pairs import ChannelGates, HeadGates, inverse
-from flacompose.ops._recurrences.matrix.walk import Segment, Wants
+from flacompose.ops._recurrences.matrix.segment import ChannelGates, HeadGates, Segment, Wants, inverse
 
 GATES = ("g", "gk")
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from flacompose.ops._recurrences.chunks import Chunks, StatePassing
 from flacompose.ops._recurrences.matrix.inputs import Inputs
-from flacompose.ops._recurrences.matrix.pairs import HeadGates
-from flacompose.ops._recurrences.matrix.walk import Segment, Wants
+from flacompose.ops._recurrences.matrix.segment import HeadGates, Segment, Wants
 
 GATES = ("g", "g_gamma")
 

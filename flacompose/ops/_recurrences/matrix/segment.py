@@ -1,16 +1,23 @@
-"""Pairs of tokens in a chunk, in PyTorch: their decay, their products, and the inverse of their triangular system.
+"""The tokens of a cache block in chunks, in PyTorch: state passing, the decays of gates, and pairs of tokens.
 
-Everything is functional and differentiable to any order. Exponents are sums of gates, never a difference of
-cumulative sums, so nothing overflows or cancels, and a gate of -inf is a weight of 0.
+A scheme of a matrix state is a `Segment`: the equations of one block's tokens. Everything is functional and
+differentiable to any order. Exponents are sums of gates, never a difference of cumulative sums, so nothing
+overflows or cancels, and a gate of -inf is a weight of 0.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from flacompose.ops._recurrences.chunks import Chunks, StatePassing
+from flacompose.ops._recurrences.matrix.inputs import Inputs
+
+Wants = Callable[..., bool]
 
 
 class PairGradient(NamedTuple):
@@ -182,3 +189,82 @@ def inverse(A: Tensor) -> Tensor:
         Y = _joined(Y_0, -(Y_1 @ between @ Y_0), Y_1)
         b *= 2
     return Y.squeeze(-3)
+
+
+class Segment:
+    """The tokens of a cache block in chunks, ``[B, H, n, R, C, D]``: `n` heads of values share queries and keys."""
+
+    # The inputs whose gradients need the states before the chunks.
+    of_states: ClassVar[tuple[str, ...]]
+    gates: HeadGates | ChannelGates
+
+    def __init__(self, inputs: Inputs, chunks: Chunks) -> None:
+        self.inputs, self.chunks = inputs, chunks
+        self.q, self.k, self.v = map(self.split, (inputs.q, inputs.k, inputs.v))
+        self.q = self.q * inputs.scale
+
+    def states(self, passing: StatePassing) -> tuple[Tensor, ...]:
+        """The state before each chunk, and the written values where these depend on it."""
+        raise NotImplementedError
+
+    def outputs(self, *states: Tensor) -> Tensor:
+        """The outputs of all tokens, from the result of `states`."""
+        raise NotImplementedError
+
+    def gradients(
+        self, wants: Wants, do: Tensor, states: tuple[Tensor, ...], backwards: StatePassing
+    ) -> dict[str, Tensor]:
+        """The wanted gradients of all tokens, by the names of the inputs; `states` are empty if they are not needed."""
+        raise NotImplementedError
+
+    def split(self, x: Tensor) -> Tensor:
+        return self.chunks.split(x).unflatten(1, (self.inputs.q.shape[2], -1))
+
+    def read(self, x: Tensor) -> Tensor:
+        """`x` decayed by the gates since the chunk's start."""
+        return x * self.gates.read
+
+    def write(self, x: Tensor) -> Tensor:
+        """`x` decayed by the gates up to the chunk's end."""
+        return x * self.gates.write
+
+    def of_group(self, x: Tensor) -> Tensor:
+        """The gradient of queries or keys that `n` heads of values share: the sum over these heads."""
+        return x.sum(2, True) if x.shape[2] > 1 else x
+
+    def pass_states(self, passing: StatePassing, added: Tensor, decay: Tensor) -> Tensor:
+        """``S <- decay S + added`` over the chunks: the state before each."""
+        added_, decay_ = (
+            x.expand(*self.v.shape[:4], *x.shape[-2:]).flatten(1, 2).unbind(2) for x in (added, decay)
+        )
+        S = passing.over(self.chunks.at, lambda i, S: torch.addcmul(added_[i], S, decay_[i]))
+        return S.unflatten(1, self.v.shape[1:3])
+
+    def solve_states(
+        self,
+        passing: StatePassing,
+        added: Tensor | None,
+        decay: Tensor,
+        Y: Tensor,
+        x: Tensor,
+        reads: Tensor,
+        writes: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """``S <- decay S + added + writes^T y`` over the chunks, ``y = Y (x + reads S)``: S before each, and y."""
+        shape, tensors = (
+            self.v.shape[:4],
+            (decay, Y, x, reads, writes.mT, *([] if added is None else [added])),
+        )
+        decay_, Y_, x_, reads_, writes_, *added_ = (
+            z.expand(*shape, *z.shape[-2:]).flatten(0, 2).unbind(1) for z in tensors
+        )
+        y = list(x_)
+
+        def step(i: int, S: Tensor) -> Tensor:
+            heads, S = S.shape[:2], S.flatten(0, 1)
+            y[i] = torch.bmm(Y_[i], torch.baddbmm(x_[i], reads_[i], S))
+            S = torch.addcmul(added_[0][i], S, decay_[i]) if added_ else S * decay_[i]
+            return torch.baddbmm(S, writes_[i], y[i]).unflatten(0, heads)
+
+        S = passing.over(self.chunks.at, step).unflatten(1, shape[1:3])
+        return S, torch.stack(y, 1).unflatten(0, shape[:3])
