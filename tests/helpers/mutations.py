@@ -253,7 +253,7 @@ BREAKS = [
     Break("ops/_launch/warm_up.py", "*map(int.bit_length, x.shape)", "0", "test_compile_ahead.py", "another"),
     Break("ops/_launch/warm_up.py", "hint = x.node.hint", "hint = 2", "test_compile_ahead.py", "begun"),
     Break("ops/_launch/warm_up.py", "launching_by(compile_only), _SumsOfMetaTensors()", "launching_by(compile_only)", "test_compile_ahead.py", "sympy"),
-    Break("ops/_recurrences/matrix/low_rank/cuda.py", "x.new_empty(x.shape) if self.bfloat16", "torch.empty_like(x) if self.bfloat16", "test_compile_ahead.py", "sympy"),
+    Break("ops/_recurrences/matrix/low_rank/cuda.py", "x.new_empty(x.shape) if tokens.bfloat16", "torch.empty_like(x) if tokens.bfloat16", "test_compile_ahead.py", "sympy"),
     Break("ops/_launch/warm_up.py", " and args[0].is_floating_point()", "", "test_compile_ahead.py", "sympy"),
     Break("ops/_launch/warm_up.py", "{range(x.dim())[axis] for axis", "{axis for axis", "test_compile_ahead.py", "sympy"),
     Break("ops/_launch/hopper.py", "<= NEWEST_TRITON", "!= NEWEST_TRITON", "test_launches.py", "newer"),

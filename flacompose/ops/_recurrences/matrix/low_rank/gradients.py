@@ -152,7 +152,7 @@ def _of_rows(d_rows, DOT: tl.constexpr):
 def low_rank_write_gradient_kernel(
     vectors,  # `Vectors`
     middle,  # `Vectors`, from `low_rank_factor_kernel`
-    mild,  # [chunks, H, tiles of K]
+    factorisable_tiles,  # [chunks, H, tiles of K]
     u,  # [tokens, H, V]
     v,  # [tokens, H, V]
     pairs,  # [chunks, H, 1 + PARTS, 2, C, C], from `low_rank_product_gradient_kernel`, like `diagonal`
@@ -170,13 +170,13 @@ def low_rank_write_gradient_kernel(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    MILD: tl.constexpr,
+    FACTORISABLE: tl.constexpr,
     READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """The gradients of `b` and of keys, for a chunk and a tile of channels.
 
-    With gates it is launched twice: with `MILD` for the tiles whose gates are factorisable, and then for the
+    With gates it is launched twice: with `FACTORISABLE` for the tiles whose gates are factorisable, and then for the
     others. The second launch adds all pairs to the gradient of gates here; the first adds only the gradients
     of sums to writes.
     """
@@ -187,7 +187,7 @@ def low_rank_write_gradient_kernel(
         return
     rh = row * H + h
     if gk is not None:
-        if (tl.load(mild + rh * tiles + tile) != 0) != MILD:
+        if (tl.load(factorisable_tiles + rh * tiles + tile) != 0) != FACTORISABLE:
             return
     first = (lo * H + h) * K
     of_values = (lo * H + h) * V
@@ -217,7 +217,7 @@ def low_rank_write_gradient_kernel(
             d_total += tl.sum(S * load_state(d_states, d, d2, K, V), 0)
         d_total *= tl.exp(tl.sum(load_gates(gk + first, *at).to(tl.float32), 0))
     # 2. The writes of `b` and keys, through the state after the chunk, and then through pairs.
-    if MILD:
+    if FACTORISABLE:
         early_row = t == C // 2 - 1
         g, sums = load_sums(gk if gk is None else gk + first, i, size, d, H, K, DOT)
         to_end = tl.exp(tl.sum(tl.where(t < C // 2, 0.0, g.to(tl.float32)), 0))[None, :]
@@ -272,7 +272,7 @@ def low_rank_write_gradient_kernel(
 def low_rank_read_gradient_kernel(
     vectors,  # `Vectors`
     middle,  # `Vectors`, from `low_rank_factor_kernel`
-    mild,  # [chunks, H, tiles of K]
+    factorisable_tiles,  # [chunks, H, tiles of K]
     do,  # [tokens, H, V]
     z,  # [tokens, H, V]
     pairs,  # [chunks, H, 1 + PARTS, 2, C, C], from `low_rank_product_gradient_kernel`, like `diagonal`
@@ -291,7 +291,7 @@ def low_rank_read_gradient_kernel(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    MILD: tl.constexpr,
+    FACTORISABLE: tl.constexpr,
     READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
@@ -304,7 +304,7 @@ def low_rank_read_gradient_kernel(
         return
     rh = row * H + h
     if gk is not None:
-        if (tl.load(mild + rh * tiles + tile) != 0) != MILD:
+        if (tl.load(factorisable_tiles + rh * tiles + tile) != 0) != FACTORISABLE:
             return
     first = (lo * H + h) * K
     of_values = (lo * H + h) * V
@@ -325,7 +325,7 @@ def low_rank_read_gradient_kernel(
     dq_, da_ = _of_state(do + of_values, z + of_values, states, size, H, V, d, K, BV, DOT)
     dq_ *= scale
     # 2. The reads through the pairs of the chunk, and the gates that decay all reads.
-    if MILD:
+    if FACTORISABLE:
         early_row = t == C // 2 - 1
         g, sums = load_sums(gk if gk is None else gk + first, i, size, d, H, K, DOT)
         from_start = tl.exp(tl.sum(tl.where(t < C // 2, g.to(tl.float32), 0.0), 0))[None, :]
