@@ -22,7 +22,7 @@ from flacompose.ops._recurrences.matrix import op
 from flacompose.ops._tensors.dtensor import flatten, unflatten
 from flacompose.ops._tensors.dtype import autocast_dtype, state_dtype
 from flacompose.ops._tensors.grouped_queries import by_head, in_turn, spread
-from flacompose.ops._tensors.packed import stretched
+from flacompose.ops._tensors.packed import scaled_bounds
 from flacompose.ops._tensors.sizes import always_true
 
 
@@ -160,7 +160,7 @@ def run(
             if groups > 1:
                 q = in_turn(unflatten(q, 2, (H, groups)))
                 k, v, s, g = (spread(x, groups) for x in (k, v, s, g))
-                cu_seqlens = stretched(verified(cu_seqlens, T, in_graphs=False), groups)
+                cu_seqlens = scaled_bounds(verified(cu_seqlens, T, in_graphs=False), groups)
                 if output_states is not None:
                     form = partial(form, stride=groups)
             read = partial(_read, form, cu_seqlens)

@@ -179,7 +179,7 @@ BREAKS = [
     Break("ops/_recurrences/fused/gated_skip/kernels.py", "(1 + z_ * (1 - s))", "(1 + z_ * s)", "interpreter/test_gated_skip.py"),
     Break("ops/_recurrences/fused/ssd/op.py", "is_exporting()", "False", "test_ssd.py", "who_calls"),
     Break("ops/_recurrences/fused/ssd/op.py", "sharing() is not None", "False", "test_ssd.py", "who_calls"),
-    Break("ops/_recurrences/fused/ssd/eager.py", "rates.masked_fill(forgets(rates), 0)", "rates", "test_ssd.py", "extremes and operator"),
+    Break("ops/_recurrences/fused/ssd/eager.py", "rates.masked_fill(decays_to_zero(rates), 0)", "rates", "test_ssd.py", "extremes and operator"),
     Break("ops/_recurrences/fused/ssd/eager.py", "found[\"v\"] + of_skip.pop(\"x\")", "found[\"v\"] + 0 * of_skip.pop(\"x\")", "test_ssd.py", "the_operator"),
     Break("ops/_recurrences/fused/ssd/kernels.py", " | (delta * A_[None, :] < LEAST_GATE)", "", "interpreter/test_ssd.py", "extremes"),
     Break("ops/_tiles/blocks.py", "u == 1.0, e, ", "u == 1.0, 0.0, ", "interpreter/test_ssd.py", "extremes"),

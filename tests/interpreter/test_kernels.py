@@ -164,7 +164,7 @@ def test_gates_on_both_axes_in_chunks(gates: str) -> None:
 @every([GATES_ON_BOTH_AXES, NAMED["chunk_gsa"]])
 @pytest.mark.parametrize("strong", [slice(32), slice(32, None)], ids=["first", "last"])
 def test_one_tile_of_strong_gates(case: OpCase, strong: slice) -> None:
-    """Whether gates are factorisable is noted for each tile, and the pairs of a chunk are stored if any tile's are not."""
+    """Whether gates are factorisable is noted for each tile, and the pairs of a chunk are stored unless all are."""
     problem = draw(case, CPU, B=1, H=1, T=20, K=40, V=40, M=70)
     for name in case.gates:
         problem.tensors[name][..., strong] = -20.0

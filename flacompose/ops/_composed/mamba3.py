@@ -28,7 +28,7 @@ from torch import Tensor
 from flacompose.ops._parallel.exchange import sums
 from flacompose.ops._parallel.ranks import sharing
 from flacompose.ops._parallel.token_shift import last_of, token_shift
-from flacompose.ops._recurrences.elementwise.cumulative_angle import op as turns
+from flacompose.ops._recurrences.elementwise.cumulative_angle import op as cumulative_angle
 from flacompose.ops._recurrences.fused.gated_skip.op import gated_skip
 from flacompose.ops._recurrences.fused.mamba3 import op as token
 from flacompose.ops._recurrences.fused.rotary import op as rotation
@@ -37,7 +37,7 @@ from flacompose.ops._recurrences.matrix import op
 from flacompose.ops._tensors.dtype import autocast_dtype, state_dtype, upcast
 from flacompose.ops._tensors.gates import bounded
 from flacompose.ops._tensors.grouped_queries import spread
-from flacompose.ops._tensors.packed import of_tokens, stretched, summed
+from flacompose.ops._tensors.packed import of_tokens, scaled_bounds, summed
 from flacompose.ops._tensors.sizes import always_true
 
 
@@ -157,7 +157,7 @@ def _scan(
         *op.Inputs(
             q.flatten(1, 2), k_before.flatten(1, 2), values[1].flatten(1, 2),
             spread(g, R), beta=written.unsqueeze(2).expand(-1, -1, R, -1).flatten(1, 2),
-            initial_state=past.state, cu_seqlens=stretched(cu_seqlens, R), scale=1.0,
+            initial_state=past.state, cu_seqlens=scaled_bounds(cu_seqlens, R), scale=1.0,
         )
     )  # fmt: skip
     if up is None:
@@ -189,7 +189,7 @@ def _angles(
     """
     Angles, ranks = Angles.to(dt.dtype) if dt.dtype == torch.float64 else Angles, sharing()
     if ranks is None:
-        angle, last = turns.forward(Angles, dt, start, cu_seqlens)
+        angle, last = cumulative_angle.forward(Angles, dt, start, cu_seqlens)
         return angle.to(dt.dtype), last.to(dt.dtype)
     own = summed((upcast(Angles).tanh() * dt.unsqueeze(-1)).double(), cu_seqlens) * pi
     totals = sums(ranks, own, torch.zeros_like(own) if start is None else start.double())
@@ -197,7 +197,7 @@ def _angles(
     if always_true(dt.shape[1] == 0):
         angle = of_tokens(start, 0, cu_seqlens)
     else:
-        angle, _ = turns.forward(Angles, dt, start, cu_seqlens)
+        angle, _ = cumulative_angle.forward(Angles, dt, start, cu_seqlens)
     return angle.to(dt.dtype), last.to(dt.dtype)
 
 

@@ -86,29 +86,26 @@ class Chunks:
         x = x.new_zeros(*x.shape[:2], self.T + 1, x.shape[-1]).index_add(2, self.token.flatten(), x)
         return x[:, :, : self.T]
 
-    def decaying_sweep(
+    def pass_decayed(
         self, ends: Tensor, decays: Sequence[Tensor], start: Tensor | None, reverse: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """State passing of ``S <- S * decays + ends``, all ``[B, H, R, K, V]`` or broadcast to it.
-
-        The result is that of `sweep`. The states before the chunks may be one matrix of zeros, ``[K, V]``.
-        """
+        """`pass_states` of ``S <- S * decays + ends``, all ``[B, H, R, K, V]`` or broadcast to it."""
         _, H, R, K, V = ends.shape
 
-        def decayed(S: Tensor, at: slice | int) -> Tensor:
+        def step(i: int, S: Tensor) -> Tensor:
             for decay in decays:
-                S = S * decay[:, :, at]
-            return S
+                S = S * decay[:, :, i]
+            return S + ends[:, :, i]
 
         start = ends.new_zeros(self.N, H, K, V) if start is None else start.to(ends.dtype)
-        return self.sweep(lambda i, S: decayed(S, i) + ends[:, :, i], R, start, reverse)
+        return self.pass_states(step, R, start, reverse)
 
-    def sweep(
+    def pass_states(
         self, step: Callable[[int, Tensor], Tensor], R: int, start: Tensor, reverse: bool = False
     ) -> tuple[Tensor, Tensor]:
         """State passing over all ``R`` chunks: the state before each, and after the last of each sequence."""
-        sweep = StatePassing(self, start, reverse)
-        return sweep.over(range(R), step), sweep.end()
+        passing = StatePassing(self, start, reverse)
+        return passing.over(range(R), step), passing.end()
 
 
 class StatePassing:

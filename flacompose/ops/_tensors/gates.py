@@ -49,7 +49,7 @@ def time_step(
     return torch.where(outside, dt.detach().clamp(least, most), dt)
 
 
-def forgets(A: Tensor) -> Tensor:
+def decays_to_zero(A: Tensor) -> Tensor:
     """Where a rate is so far below 0 that it gives time steps no gradient.
 
     All time steps above 1e-29 then leave nothing of the state, and have none. The gradient of one that is 0 could
@@ -58,6 +58,6 @@ def forgets(A: Tensor) -> Tensor:
     return A < (-1e300 if A.dtype == torch.float64 else -1e31)
 
 
-def log_decay(dt: Tensor, A: Tensor) -> Tensor:
+def log_decay_of_step(dt: Tensor, A: Tensor) -> Tensor:
     """``dt * A``, with the lowest finite rate in place of -inf, which times a time step of 0 would be NaN."""
-    return torch.where(forgets(A), dt.detach(), dt) * A.clamp(min=finfo(A.dtype).min)
+    return torch.where(decays_to_zero(A), dt.detach(), dt) * A.clamp(min=finfo(A.dtype).min)

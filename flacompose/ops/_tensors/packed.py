@@ -42,7 +42,7 @@ def bounds(cu_seqlens: Tensor, T: int) -> Tensor:
     return cu_seqlens.long().clamp(0, T).cummax(0).values
 
 
-def stretched(cu_seqlens: Tensor | None, factor: int) -> Tensor | None:
+def scaled_bounds(cu_seqlens: Tensor | None, factor: int) -> Tensor | None:
     """`cu_seqlens` of sequences with `factor` tokens in place of each."""
     return None if cu_seqlens is None else cu_seqlens.long() * factor
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.chunks import Chunks, StatePassing
 from flacompose.ops._recurrences.elementwise.selective_scan.inputs import Inputs
-from flacompose.ops._tensors.gates import forgets
+from flacompose.ops._tensors.gates import decays_to_zero
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ class _Scan:
         # A rate of -inf times a time step of 0 would be NaN.
         A = A.to(self.chunks.dtype).contiguous().unflatten(0, self.groups).unsqueeze(1)  # [G, 1, P, S]
         self.A = A.clamp(min=torch.finfo(A.dtype).min)
-        self.A_of_dt = A.masked_fill(forgets(A), 0)
+        self.A_of_dt = A.masked_fill(decays_to_zero(A), 0)
         self.segments = self.chunks.segments(self.chunks.B * self.chunks.size * A.numel())
 
     def initial(self, state: Tensor | None) -> Tensor:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from flacompose.ops._tiles.blocks import (
-    FORGETS,
+    DECAYS_TO_ZERO,
     chunks_of_segment,
     decayed,
     finite,
@@ -298,7 +298,7 @@ def selective_scan_gradient_kernel(
                     if ddt is not None:
                         # Rates this low give a time step no gradient, which could overflow at a time step of
                         # 0.
-                        d_of_dt = tl.where(A_ < FORGETS, 0.0, d_exponent * A_)
+                        d_of_dt = tl.where(A_ < DECAYS_TO_ZERO, 0.0, d_exponent * A_)
                         ddt_j = x_ * d_product + tl.sum(d_of_dt, 1)
                         ddt_ = tl.where(column_of_token, ddt_j[:, None], ddt_)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flacompose.ops._recurrences.elementwise.cumulative_angle import eager as turns
-from flacompose.ops._recurrences.elementwise.cumulative_angle.inputs import Inputs as TurnsInputs
+from flacompose.ops._recurrences.elementwise.cumulative_angle import eager as cumulative_angle
+from flacompose.ops._recurrences.elementwise.cumulative_angle.inputs import Inputs as AngleInputs
 from flacompose.ops._recurrences.fused.gated_skip import eager as gated_skip
 from flacompose.ops._recurrences.fused.gated_skip.inputs import Inputs as SkipInputs
 from flacompose.ops._recurrences.fused.mamba3.inputs import Inputs
@@ -28,7 +28,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, ...]:
     g, DT, Trap, Angles, k_0, v_0 = (x.to(dtype) for x in (g, DT, Trap, Angles, k_0, v_0))
     c = Trap.sigmoid() * DT
     # 1. The rotation of queries and keys.
-    angle, final_angle = turns.forward(TurnsInputs(Angles, DT, angle_0))
+    angle, final_angle = cumulative_angle.forward(AngleInputs(Angles, DT, angle_0))
     q, k = (
         turned(biased(x.unsqueeze(2), bias.unsqueeze(1)), angle, halves=False).squeeze(2)
         for x, bias in ((Q, Q_bias), (K, K_bias))

@@ -12,7 +12,7 @@ import triton.language as tl
 from flacompose.ops._recurrences.matrix.gates_of_heads import store_sums
 from flacompose.ops._tensors.gates import lowest
 from flacompose.ops._tiles.blocks import (
-    FORGETS,
+    DECAYS_TO_ZERO,
     LOWEST_RATE,
     bounded,
     find_chunk,
@@ -90,7 +90,7 @@ def ssd_time_step_gradient_kernel(
     """The gradients of the inputs of time steps and gates, of a chunk and `BH` heads.
 
     A gate below `LEAST_GATE`, whose exponential is 0, has no gradient. Neither has a rate of -inf, and a rate
-    below `FORGETS` gives time steps none.
+    below `DECAYS_TO_ZERO` gives time steps none.
     """
     row = tl.program_id(0).to(tl.int64)
     start, end = find_chunk(row, T, N, cu_seqlens, C)
@@ -103,7 +103,9 @@ def ssd_time_step_gradient_kernel(
     A_ = finite(tl.load(A + h, mask=in_h, other=0.0).to(tl.float32))
     leaves_nothing = (A_ == LOWEST_RATE)[None, :] | (delta * A_[None, :] < LEAST_GATE)
     dg_ = tl.where(leaves_nothing, 0.0, tl.load(dg + at, mask=mask, other=0.0))
-    d_free = tl.load(d_delta + at, mask=mask, other=0.0) + dg_ * tl.where(A_ < FORGETS, 0.0, A_)[None, :]
+    d_free = (
+        tl.load(d_delta + at, mask=mask, other=0.0) + dg_ * tl.where(A_ < DECAYS_TO_ZERO, 0.0, A_)[None, :]
+    )
     d_free = tl.where((free < least) | (free > most), 0.0, d_free)
     if SOFTPLUS:
         d_free *= tl.sigmoid(x)

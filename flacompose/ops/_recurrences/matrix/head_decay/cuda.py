@@ -32,7 +32,7 @@ from flacompose.ops._recurrences.matrix.head_decay.gradients import Made, Vector
 from flacompose.ops._recurrences.matrix.head_decay.kernels import (
     Around,
     Gates,
-    Operands,
+    ReadsAndWrites,
     States,
     head_decay_state_passing_kernel,
 )
@@ -179,7 +179,7 @@ class Launches:
         tokens, plan, (tiles, columns) = self.tokens, self.plan, self.tiles(transpose)
         programs = columns * self.row.count * tokens.N * tokens.H
         arguments: dict[str, Any] = {
-            "operands": Operands(a, b, x, self.beta),
+            "vectors": ReadsAndWrites(a, b, x, self.beta),
             "gates": self.gates,
             "states": States(**states),
             "around": Around() if around is None else around,

@@ -82,21 +82,21 @@ class Factors(NamedTuple):
 def load_sums(gk, i, size, d, H, K: tl.constexpr, DOT: tl.constexpr):
     """The gates of channels `d`, and their sums from the chunk's middle to each write."""
     if gk is None:
-        g = tl.zeros([C, d.shape[0]], dtype=tl.float32)
-        sums = g
+        gk_ = tl.zeros([C, d.shape[0]], dtype=tl.float32)
+        sums = gk_
     else:
-        g = load_gates(gk, i, size, 0, d, H, K)
-        sums = select(from_middle(i[:, None], i[None, :]), g, DOT)
-    return g, sums
+        gk_ = load_gates(gk, i, size, 0, d, H, K)
+        sums = select(from_middle(i[:, None], i[None, :]), gk_, DOT)
+    return gk_, sums
 
 
 @triton.jit
-def sums_of_reads(g, sums, of_a, READ_BEFORE: tl.constexpr):
+def sums_of_reads(gk_, sums, of_a, READ_BEFORE: tl.constexpr):
     """The sums of gates from the chunk's middle to each read: by `a` if `of_a`, otherwise by the query."""
     if READ_BEFORE:
         # A read stops before the token's gate. The difference is used only where both sums are below
         # `FACTORISABLE_BOUND`.
-        sums = sums - tl.where(of_a, g.to(tl.float32), 0.0)
+        sums = sums - tl.where(of_a, gk_.to(tl.float32), 0.0)
     return sums
 
 
@@ -112,8 +112,8 @@ def _pairs_with(
     their products. A query is rounded once, wherever it is multiplied: this is an error of the query alone.
     """
     at = i, size, 0, d, H, K
-    g, sums = load_sums(gk, i, size, d, H, K, DOT)
-    sums_of_x = sums_of_reads(g, sums, OF_A, READ_BEFORE)
+    gk_, sums = load_sums(gk, i, size, d, H, K, DOT)
+    sums_of_x = sums_of_reads(gk_, sums, OF_A, READ_BEFORE)
     largest = tl.max(tl.maximum(tl.abs(sums), tl.abs(sums_of_x)))
     if FACTORISABLE:
         reader = tl.trans(load_tile(x, *at) * tl.exp(sums_of_x))
@@ -131,7 +131,7 @@ def _pairs_with(
         reader = load_tile(x, *at)
         for writer in range(2):  # a loop halves the code that is compiled
             of_y = exact_pairs(
-                reader, load_tile(b if writer == 0 else k, *at), g, s, t, OF_A and READ_BEFORE, DOT
+                reader, load_tile(b if writer == 0 else k, *at), gk_, s, t, OF_A and READ_BEFORE, DOT
             )
             of_b += tl.where(writer == 0, of_y, 0.0)
             of_k += tl.where(writer == 0, 0.0, of_y)
@@ -276,27 +276,29 @@ def low_rank_factor_kernel(
     size = size_of_chunk(lo, hi, C)
     d = numbers_of_tile(tile, BK)
     at = i, size, 0, d, H, K
-    g, sums = load_sums(gk, i, size, d, H, K, DOT)
+    gk_, sums = load_sums(gk, i, size, d, H, K, DOT)
     MIDDLE: tl.constexpr = FACTORISABLE and middle.q is not None
 
     # 1. The decays: from the chunk's middle where gates are factorisable; `early` and `late` extend them to
     # the chunk's start and end.
     if FACTORISABLE:
-        early = tl.exp(tl.sum(tl.where(s < C // 2, g.to(tl.float32), 0.0), 0))[None, :]
-        late = tl.exp(tl.sum(tl.where(s < C // 2, 0.0, g.to(tl.float32)), 0))[None, :]
-        of_a = tl.exp(sums_of_reads(g, sums, True, READ_BEFORE))
+        early = tl.exp(tl.sum(tl.where(s < C // 2, gk_.to(tl.float32), 0.0), 0))[None, :]
+        late = tl.exp(tl.sum(tl.where(s < C // 2, 0.0, gk_.to(tl.float32)), 0))[None, :]
+        of_a = tl.exp(sums_of_reads(gk_, sums, True, READ_BEFORE))
         if gk is not None:
             tl.store(total + rh * K + d[None, :], early * late, mask=d[None, :] < K)
             if factorisable_tiles is not None:
                 # `low_rank_product_kernel` has found the sums, also those to reads by `a`, below the bound. For the
                 # gradient each gate must be, too.
-                is_factorisable = tl.max(tl.maximum(tl.abs(sums), size_of_gate(g, DOT))) < FACTORISABLE_BOUND
+                is_factorisable = (
+                    tl.max(tl.maximum(tl.abs(sums), size_of_gate(gk_, DOT))) < FACTORISABLE_BOUND
+                )
                 tl.store(factorisable_tiles + rh * tiles + tile, is_factorisable.to(tl.int8))
     else:
         early = tl.full([1, BK], 1.0, tl.float32)
         late = early
-        of_a = tl.exp(select(reads_gate(s, t, READ_BEFORE), g, DOT))
-        tl.store(total + rh * K + d, tl.exp(tl.sum(g.to(tl.float32), 0)), mask=d < K)
+        of_a = tl.exp(select(reads_gate(s, t, READ_BEFORE), gk_, DOT))
+        tl.store(total + rh * K + d, tl.exp(tl.sum(gk_.to(tl.float32), 0)), mask=d < K)
         if factorisable_tiles is not None:
             tl.store(factorisable_tiles + rh * tiles + tile, 0)
 
@@ -308,7 +310,7 @@ def low_rank_factor_kernel(
     if FACTORISABLE:
         of_q = tl.exp(sums)
     else:
-        of_q = tl.exp(select(t <= s, g, DOT))
+        of_q = tl.exp(select(t <= s, gk_, DOT))
     q_ = load_tile(q + first, *at) * of_q
     if FACTORISABLE:
         q_ = q_.to(DOT).to(tl.float32)  # as `low_rank_product_kernel` multiplies it
@@ -320,7 +322,7 @@ def low_rank_factor_kernel(
     if FACTORISABLE:
         of_writes = tl.exp(-sums)
     else:
-        of_writes = tl.exp(select(t > s, g, DOT))
+        of_writes = tl.exp(select(t > s, gk_, DOT))
     b_ = load_tile(b + first, *at) * of_writes
     if MIDDLE:
         store_tile(middle.b + first, b_, *at)
