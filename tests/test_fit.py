@@ -169,7 +169,7 @@ def configurations(function: Any, *choices: Any) -> Iterator[tuple[Any, Any]]:
     ("function", "choices", "digest"),
     [
         (channel_decay.plan.state_config, (BOTH, SIZES, SIZES, BOTH), "09d7c8cc24547c9d"),
-        (head_decay.plan.sweep_config, (BOTH, (32, 64), SIZES, SIZES), "f2cac5c1c9c6909a"),
+        (head_decay.plan.state_passing_config, (BOTH, (32, 64), SIZES, SIZES), "f2cac5c1c9c6909a"),
         (delta_rule_plan.state_passing_config, (BOTH, SIZES, SIZES, (2, 64, 1000)), "76be16f5a545c7fa"),
         (delta_rule_plan.join_config, (BOTH, SIZES), "65fbc21e32172651"),
         (delta_rule_plan.channel_gradient_config, (BOTH,), "52e3d26836d43c16"),
@@ -195,7 +195,7 @@ def test_products_in_bfloat16_stay_wide(capability: int) -> None:
             mine, hopper = (channel_decay.plan.state_config(x, True, *args) for x in (chip, HOPPER))
             assert (mine["BK"], mine["BV"]) == (hopper["BK"], hopper["BV"])
         for C in (32, 64):
-            config = head_decay.plan.sweep_config(chip, True, C, K, V)
+            config = head_decay.plan.state_passing_config(chip, True, C, K, V)
             assert min(config[name] for name in ("BD1", "BD2", "BP")) == 64
     assert {delta_rule_plan.channel_gradient_config(chip, True)[name] for name in ("BK", "BV")} == {64}
 
@@ -213,7 +213,7 @@ def test_chunks_of_groups(group: int, tokens: int) -> None:
 
 def test_tiles_of_head_decay_are_padded_least() -> None:
     for D in range(1, 513):
-        size = head_decay.plan.sweep_config(HOPPER, True, 32, D, D)["BD1"]
+        size = head_decay.plan.state_passing_config(HOPPER, True, 32, D, D)["BD1"]
         tiles = -(-D // size)
         assert tiles == -(-D // 256)
         assert tiles * size - D < 64 * tiles

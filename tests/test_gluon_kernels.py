@@ -27,8 +27,9 @@ from helpers.unregistered import launched
 from flacompose.ops._launch import sequences
 from flacompose.ops._launch.chip import AMPERE, HOPPER, Chip
 from flacompose.ops._launch.launch import launching_by
+from flacompose.ops._recurrences.matrix import eager
 from flacompose.ops._recurrences.matrix.delta_rule import cuda as delta_rule
-from flacompose.ops._recurrences.matrix.delta_rule import eager, hopper, launch_factors, plan
+from flacompose.ops._recurrences.matrix.delta_rule import hopper, launch_factors, plan
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.backward import hopper_backward_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_block_gradients import (
     hopper_channel_block_gradient_kernel,

@@ -249,17 +249,17 @@ def test_slot_attention_launches_for_every_batch() -> None:
 
 
 @pytest.mark.parametrize("gates", [("gk",), ("gv",), ("gk", "gv")], ids="-".join)
-def test_what_is_mild_is_found_once(gates: tuple[str, ...]) -> None:
+def test_factorisable_gates_are_found_once(gates: tuple[str, ...]) -> None:
     """The backward of one gate is told by the plain kernel; beside another gate there is none to tell."""
     q, k, v, g, do = torch.zeros(5, 1, 5, 2, 16)
     gk, gv = (g if name in gates else None for name in ("gk", "gv"))
     args = q, k, v, gk, gv, None, None, None, 1.0, False, False, do, None, [True] * 7
     launches, _ = launched(lambda: flat(channel_decay, "backward")(*named(channel_decay, *args)))
     alone = len(gates) == 1
-    found = [arguments["mild"] for kernel, arguments in launches if kernel is channel_decay_plain_axis_kernel]
+    found = [x["factorisable_chunks"] for kernel, x in launches if kernel is channel_decay_plain_axis_kernel]
     told = [arguments for kernel, arguments in launches if kernel is channel_decay_gated_axis_kernel]
     assert {arguments["KNOWN"] for arguments in told} == {alone}
-    assert {any(x is arguments["mild"] for x in found) for arguments in told} == {alone}
+    assert {any(x is arguments["factorisable_tiles"] for x in found) for arguments in told} == {alone}
 
 
 @pytest.mark.parametrize(
@@ -742,18 +742,19 @@ def test_tokens_beside_others_at_every_length(N: int | None, one: str) -> None:
     assert symbol.env.guards[known:] == []
 
 
-def test_no_scores_of_mild_chunks() -> None:
+def test_no_scores_of_factorisable_chunks() -> None:
     """The forward of one gate on the value axis makes those of the others alone."""
     q, k, v, gv = torch.zeros(4, 1, 5, 2, 16)
     args = q, k, v, None, gv, None, None, None, 1.0, False, False
     launches, _ = launched(lambda: flat(channel_decay, "chunk")(*named(channel_decay, *args)))
-    mild, scored, strong = (
+    factorisable, scored, others = (
         arguments
         for kernel, arguments in launches
         if kernel in (channel_decay_gated_axis_kernel, channel_decay_score_kernel)
     )
-    assert mild["P"] is None and scored["P"] is strong["P"]
-    assert scored["mild"] is mild["mild"] is strong["mild"] is not None
+    assert factorisable["P"] is None and scored["P"] is others["P"]
+    marks = factorisable["factorisable_tiles"]
+    assert scored["factorisable_chunks"] is marks is others["factorisable_tiles"] is not None
 
 
 def test_gates_are_read_as_they_come() -> None:

@@ -156,14 +156,14 @@ def test_vmap_of_resets(mapped: str) -> None:
 
 
 def test_resets_in_stretches() -> None:
-    """As on several ranks, where each stretch is known to the others by its map alone."""
+    """As on several ranks, where each span is known to the others by its map alone."""
     *tokens, a_param, h = drawn(90)
     reset = some_resets(90).unsqueeze(2) & (torch.arange(90) < 60)[:, None]
     pieces = [
         op.Inputs(*(x[:, cut] for x in tokens), a_param, None, reset[:, cut])
         for cut in (slice(40), slice(40, 41), slice(41, 90))
     ]
-    starts, state = join(*zip(*map(op.stretch, pieces)), h)
+    starts, state = join(*zip(*map(op.transition, pieces)), h)
     o = torch.cat([op.chunk(*x._replace(initial_state=S))[0] for x, S in zip(pieces, starts)], 1)
     results = (o, state), op.chunk(*tokens, a_param, h, reset, None)
     assert_close(*results, atol=1e-12, rtol=1e-12)

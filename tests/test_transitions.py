@@ -89,7 +89,7 @@ class Case(NamedTuple):
         generator = torch.Generator().manual_seed(1)
         return torch.randn(fake.shape, dtype=fake.dtype, generator=generator).requires_grad_()
 
-    def stretches(self, inputs: Any, cuts: list[int] | None = None) -> list[Any]:
+    def spans(self, inputs: Any, cuts: list[int] | None = None) -> list[Any]:
         cuts = [*CUTS] if cuts is None else cuts
         of_tokens = [name for name in self.tensors(inputs) if "T" in axes(self.family)[name].split()]
         pieces = []
@@ -136,9 +136,9 @@ def drawn(case: Case, bounds: list[int] | None) -> Any:
 
 
 def joined(case: Case, inputs: Any, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``(o, final_state)`` of the inputs, in stretches that know of each other by their maps alone."""
-    pieces = case.stretches(inputs)
-    maps, ends = zip(*map(case.op.stretch, pieces))
+    """``(o, final_state)`` of the inputs, in spans that know of each other by their maps alone."""
+    pieces = case.spans(inputs)
+    maps, ends = zip(*map(case.op.transition, pieces))
     starts, final = join(maps, ends, state)
     return torch.cat([case.form(*x._replace(initial_state=S))[0] for x, S in zip(pieces, starts)], 1), final
 
@@ -165,7 +165,7 @@ def test_stretches_are_the_recurrence(case: Case) -> None:
 @every
 @packed
 def test_packed(case: Case, bounds: list[int] | None) -> None:
-    """Each stretch has a part of every sequence, and of some none."""
+    """Each span has a part of every sequence, and of some none."""
     inputs = drawn(case, bounds)
     state, of = case.state(inputs), [*case.tensors(inputs).values()]
     expected = case.form(*inputs._replace(initial_state=state))
@@ -181,19 +181,19 @@ def test_packed(case: Case, bounds: list[int] | None) -> None:
 @every
 @packed
 def test_transposes(case: Case, bounds: list[int] | None) -> None:
-    """Backwards in time, each stretch gets the gradient of the state after it, and then has all gradients at once."""
+    """Backwards in time, each span gets the gradient of the state after it, and then has all gradients at once."""
     inputs = drawn(case, bounds)
     state, tensors = case.state(inputs), case.tensors(inputs)
     expected = case.form(*inputs._replace(initial_state=state))
     do, d_final = (torch.randn_like(x) for x in expected)
     truth = torch.autograd.grad(expected, [*tensors.values(), state], (do, d_final))
 
-    pieces = case.stretches(inputs)
+    pieces = case.spans(inputs)
     d_outputs = [do[:, start:end] for start, end in zip(CUTS, CUTS[1:])]
-    maps, ends = zip(*map(case.op.stretch, pieces))
+    maps, ends = zip(*map(case.op.transition, pieces))
     starts, _ = join(maps, ends, state)
-    d_starts = [case.op.d_start(x, d) for x, d in zip(pieces, d_outputs)]
-    d_states, d_state = join(maps, d_starts, d_final, reverse=True)
+    d_initials = [case.op.d_initial(x, d) for x, d in zip(pieces, d_outputs)]
+    d_states, d_state = join(maps, d_initials, d_final, reverse=True)
     found = [torch.zeros_like(x) for x in tensors.values()]
     for x, S, *d in zip(pieces, starts, d_outputs, d_states):
         results = case.form(*x._replace(initial_state=S.detach()))
@@ -212,9 +212,9 @@ def test_derivatives(case: Case) -> None:
     }
 
     def flat(*values: Tensor) -> tuple[Tensor, ...]:
-        A, end = case.op.stretch(inputs._replace(**dict(zip(tensors, values))))
-        d_start = case.op.d_start(inputs._replace(**dict(zip(tensors, values))), values[0].new_ones(do))
-        return *tree_leaves(A), end, d_start
+        A, end = case.op.transition(inputs._replace(**dict(zip(tensors, values))))
+        d_initial = case.op.d_initial(inputs._replace(**dict(zip(tensors, values))), values[0].new_ones(do))
+        return *tree_leaves(A), end, d_initial
 
     do = case.form(*inputs)[0].shape
     assert torch.autograd.gradcheck(flat, (*tensors.values(),), check_forward_ad=True)
@@ -242,11 +242,11 @@ def test_opcheck(case: Case, bounds: list[int] | None) -> None:
 
 @every
 def test_graph(case: Case) -> None:
-    """Compiled and exported, a stretch is one operator at any length, and its map is that of eager."""
+    """Compiled and exported, a span is one operator at any length, and its map is that of eager."""
 
     class Stretch(torch.nn.Module):
         def forward(self, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
-            A, end = case.op.stretch(inputs._replace(**tensors))
+            A, end = case.op.transition(inputs._replace(**tensors))
             return A(torch.ones_like(end)), end
 
     inputs = case.inputs(20)

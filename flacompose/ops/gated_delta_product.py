@@ -17,7 +17,7 @@ from flacompose.ops._operators.checked import check_values, checking
 from flacompose.ops._recurrences.matrix import op
 from flacompose.ops._recurrences.matrix.eager import normalized
 from flacompose.ops._tensors.dtype import upcast
-from flacompose.ops._tensors.packed import with_steps_per_token, without_tail
+from flacompose.ops._tensors.packed import scaled_bounds, without_tail
 
 
 def chunk_gated_delta_product(
@@ -146,7 +146,7 @@ def _product(
     cu_seqlens = verified(cu_seqlens, T, in_graphs=False)
     if use_qk_l2norm_in_kernel:
         (q,) = without_tail(cu_seqlens, q)
-        (k,) = without_tail(with_steps_per_token(cu_seqlens, n), k)
+        (k,) = without_tail(scaled_bounds(cu_seqlens, n), k)
         q, k = normalized(q), normalized(k)
     # Only the first step of a token has a gate, and only the last has a query.
     q = F.pad(q.unsqueeze(2), (0, 0, 0, 0, n - 1, 0)).flatten(1, 2)
@@ -156,7 +156,7 @@ def _product(
         g = torch.where(upcast(g).exp() == 0, g.detach(), g)
         g = F.pad(g.unsqueeze(2), (0, 0, 0, n - 1)).flatten(1, 2)
     inputs = op.Inputs(
-        q, k, v, g, beta=beta, initial_state=initial_state, cu_seqlens=with_steps_per_token(cu_seqlens, n), scale=scale,
+        q, k, v, g, beta=beta, initial_state=initial_state, cu_seqlens=scaled_bounds(cu_seqlens, n), scale=scale,
         delta_rule=True,
     )  # fmt: skip
     o, final_state = run(form, inputs, output_final_state)

@@ -21,8 +21,8 @@ from flacompose.ops._recurrences.fused.slot_attention import op as slot_attentio
 from flacompose.ops._recurrences.matrix import op
 from flacompose.ops._tensors.dtensor import flatten, unflatten
 from flacompose.ops._tensors.dtype import autocast_dtype, state_dtype
-from flacompose.ops._tensors.grouped_queries import by_head, interleave_zeros, queries_as_tokens
-from flacompose.ops._tensors.packed import with_steps_per_token
+from flacompose.ops._tensors.grouped_queries import by_head, queries_as_tokens, interleave_zeros
+from flacompose.ops._tensors.packed import scaled_bounds
 from flacompose.ops._tensors.sizes import always_true
 
 
@@ -160,7 +160,7 @@ def run(
             if groups > 1:
                 q = queries_as_tokens(unflatten(q, 2, (H, groups)))
                 k, v, s, g = (interleave_zeros(x, groups) for x in (k, v, s, g))
-                cu_seqlens = with_steps_per_token(verified(cu_seqlens, T, in_graphs=False), groups)
+                cu_seqlens = scaled_bounds(verified(cu_seqlens, T, in_graphs=False), groups)
                 if output_states is not None:
                     form = partial(form, stride=groups)
             read = partial(_read, form, cu_seqlens)

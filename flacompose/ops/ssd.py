@@ -17,7 +17,7 @@ from flacompose.ops._recurrences.fused.gated_skip.op import gated_skip
 from flacompose.ops._recurrences.fused.ssd.inputs import Inputs
 from flacompose.ops._recurrences.fused.ssd.op import ssd
 from flacompose.ops._tensors.dtype import upcast
-from flacompose.ops._tensors.gates import clamped, log_decay, time_step
+from flacompose.ops._tensors.gates import clamped, log_decay_of_step, time_step
 from flacompose.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
 
@@ -198,7 +198,7 @@ def selective_state_update(
     if heads:
         B, C = (y.repeat_interleave(state.shape[1] // G, 1) for y in (B, C))
     B, C = B.unsqueeze(-2), C.unsqueeze(-2)  # [N, (H,) 1, S]
-    new = log_decay(dt, upcast(A, state)).exp() * upcast(state) + dt * x.unsqueeze(-1) * B
+    new = log_decay_of_step(dt, upcast(A, state)).exp() * upcast(state) + dt * x.unsqueeze(-1) * B
     y = (new * C).sum(-1)
     if D is not None:
         y = y + D * x
@@ -258,7 +258,7 @@ def _composed(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    g, options = clamped(log_decay(dt, A)), {"output_final_state": True, "cu_seqlens": cu_seqlens}
+    g, options = clamped(log_decay_of_step(dt, A)), {"output_final_state": True, "cu_seqlens": cu_seqlens}
     y, states = by_values(op, initial_state, C, B, x, g, scale=1.0, beta=dt, **options)
     return gated_skip(y, x, D, None, z, cu_seqlens), states
 

@@ -28,7 +28,7 @@ from flacompose.ops._launch import sequences
 from flacompose.ops._launch.chip import ADA
 from flacompose.ops._recurrences.matrix.delta_rule import kernels as delta_rule_kernels
 from flacompose.ops._recurrences.matrix.delta_rule import plan
-from flacompose.ops._recurrences.matrix.gates_of_channels import lets_through
+from flacompose.ops._recurrences.matrix.gates_of_channels import has_bounded_means
 from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ each_op = every(DISTINCT)
 each_gated_op = every([case for case in DISTINCT if case.gates])
 each_scaled_op = every([case for case in DISTINCT if case.scaled])
 
-# In chunks whose gates turn out not to be mild, or above the diagonal: both are dropped.
+# In chunks whose gates turn out not to be factorisable, or above the diagonal: both are dropped.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
 
@@ -117,7 +117,7 @@ def test_packed(case: OpCase, lengths: list[int]) -> None:
 GATES = [
     (case, gates)
     for case in DISTINCT
-    # -4.0 is mild in blocks of 16 tokens, but not in a chunk.
+    # -4.0 is factorisable in blocks of 16 tokens, but not in a chunk.
     for gates in (-1e-6, -4.0, -8.0, -30.0, float("-inf"), "mixed", "rare")
     if case.gates
 ]
@@ -164,7 +164,7 @@ def test_gates_on_both_axes_in_chunks(gates: str) -> None:
 @every([GATES_ON_BOTH_AXES, NAMED["chunk_gsa"]])
 @pytest.mark.parametrize("strong", [slice(32), slice(32, None)], ids=["first", "last"])
 def test_one_tile_of_strong_gates(case: OpCase, strong: slice) -> None:
-    """Whether gates are mild is noted for each tile, and the pairs of a chunk are stored if any tile's are not."""
+    """Whether gates are factorisable is noted for each tile, and the pairs of a chunk are stored unless all are."""
     problem = draw(case, CPU, B=1, H=1, T=20, K=40, V=40, M=70)
     for name in case.gates:
         problem.tensors[name][..., strong] = -20.0
@@ -179,28 +179,28 @@ def test_a_strong_gate_that_no_read_meets() -> None:
 
 
 @triton.jit
-def _lets_through(g, out, rows, columns):
+def _has_bounded_means(g, out, rows, columns):
     i, j = tl.arange(0, 64)[:, None], tl.arange(0, 32)[None, :]
-    is_mild = lets_through(tl.load(g + i * 32 + j), (i < rows) & (j < columns))
-    tl.store(out, is_mild.to(tl.float32))
+    is_factorisable = has_bounded_means(tl.load(g + i * 32 + j), (i < rows) & (j < columns))
+    tl.store(out, is_factorisable.to(tl.float32))
 
 
 def test_gates_whose_gradient_needs_the_levels() -> None:
     """In bfloat16 a strong gate among others does not, a token or channel of strong gates does. Padding is left out."""
 
-    def is_mild(rows: int, columns: int, **strong: object) -> bool:
+    def is_factorisable(rows: int, columns: int, **strong: object) -> bool:
         g, out = torch.zeros(64, 32), torch.zeros(1)
         g[:rows, :columns] = -1.3
         for at in strong.values():
             g[at] = -12.0
-        _lets_through[(1,)](g, out, rows, columns)
+        _has_bounded_means[(1,)](g, out, rows, columns)
         return bool(out)
 
     for rows, columns in ((64, 32), (3, 32), (64, 5)):
-        assert is_mild(rows, columns)
-        assert is_mild(rows, columns, one=(1, 2))
-        assert not is_mild(rows, columns, token=(rows - 1, slice(columns)))
-        assert not is_mild(rows, columns, channel=(slice(rows), columns - 1))
+        assert is_factorisable(rows, columns)
+        assert is_factorisable(rows, columns, one=(1, 2))
+        assert not is_factorisable(rows, columns, token=(rows - 1, slice(columns)))
+        assert not is_factorisable(rows, columns, channel=(slice(rows), columns - 1))
 
 
 @each_gated_op
@@ -560,7 +560,7 @@ def test_tokens_beside_others(
 @each_gated_op
 @pytest.mark.parametrize("exponent", [-45, 40])
 def test_gradients_of_any_size(case: OpCase, exponent: int) -> None:
-    """Gates whose chunk is just mild, where factors are largest, and a loss scaled far up or down."""
+    """Gates that are just factorisable in a chunk, where factors are largest, and a loss scaled far up or down."""
     problem = draw(case, CPU, B=1, H=1, T=64, gates=-1.4)
     factor = 2.0**exponent
     scaled = replace(problem, do=problem.do * factor, d_final_state=problem.d_final_state * factor)

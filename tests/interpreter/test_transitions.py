@@ -1,4 +1,4 @@
-"""The kernels' maps of stretches: the end of each sequence, and the sums of its gates."""
+"""The kernels' maps of spans: the end of each sequence, and the sums of its gates."""
 
 from __future__ import annotations
 

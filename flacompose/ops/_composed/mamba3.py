@@ -34,7 +34,7 @@ from flacompose.ops._recurrences.matrix import op
 from flacompose.ops._tensors.dtype import autocast_dtype, state_dtype, upcast
 from flacompose.ops._tensors.gates import clamped
 from flacompose.ops._tensors.grouped_queries import interleave_zeros
-from flacompose.ops._tensors.packed import of_tokens, summed, with_steps_per_token
+from flacompose.ops._tensors.packed import of_tokens, scaled_bounds, summed
 from flacompose.ops._tensors.sizes import always_true
 
 
@@ -153,7 +153,7 @@ def _scan(
         *op.Inputs(
             q.flatten(1, 2), k_before.flatten(1, 2), values[1].flatten(1, 2),
             interleave_zeros(g, R), beta=written.unsqueeze(2).expand(-1, -1, R, -1).flatten(1, 2),
-            initial_state=past.state, cu_seqlens=with_steps_per_token(cu_seqlens, R), scale=1.0,
+            initial_state=past.state, cu_seqlens=scaled_bounds(cu_seqlens, R), scale=1.0,
         )
     )  # fmt: skip
     if up is None:

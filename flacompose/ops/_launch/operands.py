@@ -43,8 +43,8 @@ def launch_by_gates(
     The `parts` have no name in common: the call raises if one is given twice, as ``{**a, **b}`` does not.
     """
     arguments = reduce(lambda one, other: dict(**one, **other), parts)
-    for mild in (True, False) if gated else (True,):
-        launch(kernel, (programs,), **arguments, MILD=mild)
+    for factorisable in (True, False) if gated else (True,):
+        launch(kernel, (programs,), **arguments, FACTORISABLE=factorisable)
 
 
 def operand_dtype(x: Tensor) -> torch.dtype:

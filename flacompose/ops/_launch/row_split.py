@@ -24,7 +24,7 @@ from flacompose.ops._launch.sequences import Sequences, per_segment
 from flacompose.ops._tiles.join import decay_join_kernel
 
 BLOCK = 256  # numbers of a state per program
-Sweep = Callable[..., None]
+PassStates = Callable[..., None]
 
 
 class Segments:
@@ -56,18 +56,18 @@ class Segments:
         self.count, self.split = sequences.segments(units, programs)
 
     def starts(
-        self, sweep: Sweep, initial: Tensor | None, sums: dict[str, Tensor] | None = None
+        self, pass_states: PassStates, initial: Tensor | None, sums: dict[str, Tensor] | None = None
     ) -> Tensor | None:
         """The state before each segment, ``[count, N, *state]``, from that before the first, zero if it is None.
 
-        `sweep` is called with `ends` and the sums of gates, and fills them, except for the last segment.
+        `pass_states` is called with `ends` and the sums of gates, and fills them, except for the last segment.
         """
         initial = None if initial is None else initial.contiguous()
         if not self.split:
             return initial
         ends = self._memory(*self.state)
         sums = self.sums() if sums is None else sums
-        sweep(ends=ends, **sums)
+        pass_states(ends=ends, **sums)
         return self._decayed(ends, initial, sums)
 
     def _decayed(self, states: Tensor, initial: Tensor | None, sums: dict[str, Tensor]) -> Tensor:
@@ -79,11 +79,11 @@ class Segments:
         launch(decay_join_kernel, (tile_count(K * V, BLOCK) * self.N * H,), **tensors, **sizes)
         return states
 
-    def map(self, sweep: Sweep) -> tuple[Tensor, ...]:
+    def map(self, pass_states: PassStates) -> tuple[Tensor, ...]:
         """The transition of each whole sequence: its `end`, ``[N, *state]``, and the sums of its gates."""
         end = torch.empty(self.N, *self.state, dtype=torch.float32, device=self.device)
         sums = self.sums()
-        sweep(initial=self.starts(sweep, None, sums), final=end, **sums)
+        pass_states(initial=self.starts(pass_states, None, sums), final=end, **sums)
         return end, *(x[: self.count].sum(0) for x in sums.values())
 
     def sums(self) -> dict[str, Tensor]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from operator import itemgetter
 from typing import Any
 
@@ -25,13 +26,7 @@ from flacompose._torch import (
     set_fwd_grad_enabled,
     unpack_dual,
 )
-from flacompose.ops._operators.schema import (
-    names_of,
-    primal_of,
-    tensor_positions,
-    unwanted_results,
-    with_values,
-)
+from flacompose.ops._operators.schema import names_of, primal_of, tensor_positions, unwanted_results
 from flacompose.ops._operators.sharding import register_shardings
 from flacompose.ops._tensors.dtype import AUTOCAST_DEVICES, autocast_on
 
@@ -66,7 +61,7 @@ def derivative_kernels(
 
     def at(args: list[Any], positions: list[int]) -> Callable[..., Any]:
         """``eager`` as a function of the arguments at ``positions``."""
-        return lambda *values: eager(*with_values(args, positions, values))
+        return lambda *values: eager(*_with_values(args, positions, values))
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -82,12 +77,12 @@ def derivative_kernels(
             traced = isinstance(inputs[0], FunctionalTensor)
             if traced or forward_mode_is_on() or are_functorch_transforms_active():
                 ctx.save_for_forward(*saved)
-            ctx.constants = [None if i in tensors else x for i, x in enumerate(inputs)]
+            ctx.constants = _with_values(inputs, tensors, repeat(None))
             ctx.set_materialize_grads(False)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
-            args = with_values(ctx.constants, tensors, ctx.saved_tensors)
+            args = _with_values(ctx.constants, tensors, ctx.saved_tensors)
             nothing: list[Tensor | None] = [None] * len(args)
             if all(g is None for g in grads):
                 return tuple(nothing)
@@ -107,11 +102,11 @@ def derivative_kernels(
                         [torch.zeros_like(o) if g is None else g for o, g in zip(outputs, grads)]
                     )
             wanted = [g if ctx.needs_input_grad[i] else None for i, g in zip(positions, found)]
-            return tuple(with_values(nothing, positions, wanted))
+            return tuple(_with_values(nothing, positions, wanted))
 
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> Any:
-            args = with_values(ctx.constants, tensors, ctx.saved_tensors)
+            args = _with_values(ctx.constants, tensors, ctx.saved_tensors)
             # Forward mode is off here, and the saved tensors are dual: a tangent of an outer jvp would be lost.
             args = [unpack_dual(x, level=0)[0] if isinstance(x, Tensor) else x for x in args]
             positions = [i for i in tensors if tangents[i] is not None]
@@ -164,6 +159,14 @@ def derivative_kernels(
 
     casting = {f"Autocast{device.upper()}": partial(autocast_kernel, device) for device in AUTOCAST_DEVICES}
     return {"Autograd": autograd_kernel, FUNCTORCH_KEY: functorch_kernel, **casting}
+
+
+def _with_values(args: Sequence[Any], positions: Iterable[int], values: Iterable[Any]) -> list[Any]:
+    """``args`` with these ``values`` at these ``positions``."""
+    result = list(args)
+    for i, value in zip(positions, values):
+        result[i] = value
+    return result
 
 
 def _vjp(function: Callable[..., Any], *primals: Tensor) -> tuple[Any, Callable[[Sequence[Tensor]], Any]]:

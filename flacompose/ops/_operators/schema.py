@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from flacompose._torch import OpOverload
@@ -17,14 +17,6 @@ def tensor_positions(op: OpOverload) -> tuple[int, ...]:
     return tuple(
         i for i, a in enumerate(op._schema.arguments) if str(a.type) in ("Tensor", "Optional[Tensor]")
     )
-
-
-def with_values(args: Sequence[Any], positions: Iterable[int], values: Iterable[Any]) -> list[Any]:
-    """``args`` with these ``values`` at these ``positions``."""
-    result = list(args)
-    for i, value in zip(positions, values):
-        result[i] = value
-    return result
 
 
 def axis_position(axes: str, names: Sequence[str]) -> int | None:

@@ -163,28 +163,27 @@ class Signature(Generic[AnyInputs]):
     def flat_backward(
         self, function: Callable[[BackwardCall[AnyInputs]], Gradients]
     ) -> Callable[..., Results]:
-        """`function` of a `BackwardCall`, as a function of the operator's arguments and with its results."""
-        return lambda *args: self.gradients_of(self.backward_call(*args), function)
+        """`function` of a `BackwardCall`, as a function of the operator's arguments and with its results.
+
+        These are gradients, contiguous like the results of `flat`, and empty tensors for unwanted ones.
+        """
+
+        def backward(*args: Any) -> Results:
+            call = self.backward_call(*args)
+            made, absent = function(call), args[0]
+            return tuple(
+                _contiguous(made[x]) if x in call.wanted else absent.new_empty(0) for x in self.differentiable
+            )
+
+        return backward
 
     def backward_call(self, *args: Any) -> BackwardCall[AnyInputs]:
         """The call of a backward operator, from its arguments."""
         n, mask = len(self.inputs._fields), args[-1]
         inputs, arriving = self.inputs(*args[:n]), self.outputs(*args[n:-1])
         wanted = (x for x, want in zip(self.differentiable, mask, strict=True) if want)
-        present = frozenset(x for x in wanted if getattr(inputs, x) is not None)
-        return BackwardCall(self, inputs, arriving, present)
-
-    def gradients_of(
-        self, call: BackwardCall[AnyInputs], function: Callable[[BackwardCall[AnyInputs]], Gradients]
-    ) -> Results:
-        """The results of a backward operator: gradients, and empty tensors for unwanted ones.
-
-        They are contiguous, like the results of `flat`.
-        """
-        made = function(call)
-        absent = call.inputs[0]
-        return tuple(
-            _contiguous(made[x]) if x in call.wanted else absent.new_empty(0) for x in self.differentiable
+        return BackwardCall(
+            self, inputs, arriving, frozenset(x for x in wanted if getattr(inputs, x) is not None)
         )
 
     def fake(self, *args: Any) -> Results:
@@ -194,8 +193,8 @@ class Signature(Generic[AnyInputs]):
         return tuple(like.new_empty(shape, dtype=dtype) for like, shape, dtype in outputs)
 
     def fake_backward(self, *args: Any) -> Results:
-        call = self.backward_call(*args)
-        return self.gradients_of(call, lambda _: {x: _empty(getattr(call.inputs, x)) for x in call.wanted})
+        empty = self.flat_backward(lambda call: {x: _empty(getattr(call.inputs, x)) for x in call.wanted})
+        return empty(*args)
 
     def zeros(self, inputs: AnyInputs) -> Tensor:
         """The first result, all zeros."""

@@ -31,8 +31,8 @@ def across_ranks(
     signature: Signature[Any],
     form: OpOverload,
     backward: OpOverload,
-    stretch: Callable[[Any], tuple[Map, Tensor]],
-    d_start: Callable[[Any, Tensor], Tensor],
+    transition: Callable[[Any], tuple[Map, Tensor]],
+    initial_gradient: Callable[[Any, Tensor], Tensor],
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """`form`, computed sequence parallel where ranks share the tokens."""
 
@@ -43,7 +43,7 @@ def across_ranks(
         def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
             ranks, args = Ranks(*args[:RANKS]), args[RANKS:]
             inputs = signature.inputs(*args)
-            own, end = stretch(inputs._replace(initial_state=None))
+            own, end = transition(inputs._replace(initial_state=None))
             found = _of_every_rank(ranks, *own.tensors, end)
             maps = [own.of(tensors) for *tensors, _ in found]
             initial = None if inputs.initial_state is None else inputs.initial_state.to(end.dtype)
@@ -76,7 +76,7 @@ def across_ranks(
             d_final = torch.zeros_like(start) if d_final is None else d_final
 
             inputs_from_start = inputs._replace(initial_state=start)
-            found = _of_every_rank(ranks, d_start(inputs_from_start, do), d_final)
+            found = _of_every_rank(ranks, initial_gradient(inputs_from_start, do), d_final)
             # Every rank returns the final state, so its gradient is the sum over the ranks.
             d_final = torch.stack([x for _, x in found]).sum(0)
             d_ends, d_initial = join(maps, [x for x, _ in found], d_final, reverse=True)

@@ -2,9 +2,9 @@
 
 Over any span of tokens a recurrence maps the state ``S`` to ``A(S) + end``, where `end` is the state reached
 from zero. `A` multiplies each number of the state (`Decay`), or its keys by a matrix (`Matrix`). Backwards in
-time, the gradient ``dS`` of the state after the span becomes ``A^T(dS) + d_start``, where `d_start` is the
+time, the gradient ``dS`` of the state after the span becomes ``A^T(dS) + d_initial``, where `d_initial` is the
 gradient of the state before it that comes from the outputs of the span. In a recurrence's `op`,
-``stretch(inputs)`` returns ``(A, end)``, and ``d_start(inputs, do)`` returns `d_start`.
+``transition(inputs)`` returns ``(A, end)``, and ``d_initial(inputs, do)`` returns `d_initial`.
 
 Everything is PyTorch on tensors as small as a state, so nothing here needs an operator of its own.
 """
@@ -68,7 +68,7 @@ def join(
 ) -> tuple[list[Tensor], Tensor]:
     """The state before each span, and after the last, from that before the first, zero if None.
 
-    With `reverse`, backwards in time: `ends` are the `d_start` of all spans, and `initial` is the gradient of
+    With `reverse`, backwards in time: `ends` are the `d_initial` of all spans, and `initial` is the gradient of
     the state after the last one. The results are the gradients of the states after each span and before the
     first.
     """

@@ -19,7 +19,8 @@ SEGMENT = 1 << 18  # elements of the largest tensor of a cache block
 class Chunks:
     """``[B, T, H, ...]`` cut into ``[B, H, R, C, ...]``, padded with zeros, and joined again.
 
-    `at` are the numbers of these R chunks: all, or those of a cache block of the tokens.
+    `at` are the numbers of these R chunks: all, or those of a cache block of the tokens. Packed sequences that
+    have `one_each` are rows of a batch, ``[N, H, 1, C, ...]``.
     """
 
     def __init__(self, q: Tensor, cu_seqlens: Tensor | None) -> None:
@@ -33,7 +34,8 @@ class Chunks:
             self.table = chunk_table(cu_seqlens, self.T, self.size, self.one_each)
             # T stands for a place of a chunk without a token.
             self.token = torch.where(self.table.exists, self.table.token, self.T)  # [R, C]
-        self.at = range(-(-self.T // self.size) if self.table is None else len(self.token))
+        packed = self.table is not None and not self.one_each
+        self.at = range(len(self.token) if packed else -(-self.T // self.size))
 
     def segments(self, elements: int) -> list[Chunks]:
         """These chunks in cache blocks; the largest tensor has `elements` for each chunk.
@@ -51,11 +53,13 @@ class Chunks:
     def split(self, x: Tensor) -> Tensor:
         first, last = self.at.start, self.at.stop
         if self.table is not None:
-            token, exists = self.token[first:last], self.table.exists[first:last, :, None]
+            rows = slice(None) if self.one_each else slice(first, last)
+            token, exists = self.token[rows], self.table.exists[rows, :, None]
             # Contiguous first: products would inherit the strides of `x` from indexing, and their bits depend
             # on them.
             x = x.contiguous().transpose(1, 2)[:, :, token.clamp(max=self.T - 1)]
-            return torch.where(exists, x, 0).to(self.dtype)
+            x = torch.where(exists, x, 0).to(self.dtype)
+            return x.transpose(0, 2).contiguous() if self.one_each else x
         x = x[:, first * self.size : last * self.size].to(self.dtype).transpose(1, 2).contiguous()
         if padding := -x.shape[2] % self.size:
             x = F.pad(x, (0, 0, 0, padding))
@@ -77,52 +81,42 @@ class Chunks:
         """``[B, H, T, ...]`` from chunks; it may be a view."""
         if self.table is None:
             return x.flatten(2, 3)[:, :, : self.T]
+        x = x.transpose(0, 2) if self.one_each else x
         x = torch.where(self.table.exists[:, :, None], x, 0).flatten(2, 3)
         x = x.new_zeros(*x.shape[:2], self.T + 1, x.shape[-1]).index_add(2, self.token.flatten(), x)
         return x[:, :, : self.T]
 
-    def decaying_sweep(
+    def pass_decayed(
         self, ends: Tensor, decays: Sequence[Tensor], start: Tensor | None, reverse: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """State passing of ``S <- S * decays + ends``, all ``[B, H, R, K, V]`` or broadcast to it.
-
-        The result is that of `sweep`. The states before the chunks may be one matrix of zeros, ``[K, V]``.
-        """
+        """`pass_states` of ``S <- S * decays + ends``, all ``[B, H, R, K, V]`` or broadcast to it."""
         _, H, R, K, V = ends.shape
 
-        def decayed(S: Tensor, at: slice | int) -> Tensor:
+        def step(i: int, S: Tensor) -> Tensor:
             for decay in decays:
-                S = S * decay[:, :, at]
-            return S
+                S = S * decay[:, :, i]
+            return S + ends[:, :, i]
 
-        if self.one_each:  # all at once
-            if start is None:
-                before, after = ends.new_zeros(K, V), ends
-            else:
-                before = start.to(ends.dtype).contiguous()
-                before = before.unsqueeze(2) if self.table is None else before.transpose(0, 1).unsqueeze(0)
-                after = decayed(before, slice(None)) + ends
-            end = after[:, :, 0] if self.table is None else after[0].transpose(0, 1)
-            return before, end.clone(memory_format=torch.contiguous_format)
         start = ends.new_zeros(self.N, H, K, V) if start is None else start.to(ends.dtype)
-        return self.sweep(lambda i, S: decayed(S, i) + ends[:, :, i], R, start, reverse)
+        return self.pass_states(step, R, start, reverse)
 
-    def sweep(
+    def pass_states(
         self, step: Callable[[int, Tensor], Tensor], R: int, start: Tensor, reverse: bool = False
     ) -> tuple[Tensor, Tensor]:
         """State passing over all ``R`` chunks: the state before each, and after the last of each sequence."""
-        sweep = Sweep(self, start, reverse)
-        return sweep.over(range(R), step), sweep.end()
+        passing = StatePassing(self, start, reverse)
+        return passing.over(range(R), step), passing.end()
 
 
-class Sweep:
+class StatePassing:
     """State passing over the chunks, from the states `start`, ``[N, H, K, V]``, before the sequences.
 
     With `reverse` the gradient of the state goes backwards in time, from its values after the sequences.
     """
 
     def __init__(self, chunks: Chunks, start: Tensor, reverse: bool = False) -> None:
-        self.table, self.start, self.reverse = chunks.table, start, reverse
+        self.table = None if chunks.one_each else chunks.table
+        self.start, self.reverse = start, reverse
         self.S = start
         if self.table is not None:
             self.S = torch.zeros_like(start[:1])
@@ -147,7 +141,7 @@ class Sweep:
             self.S = step(i, self.S)
             if self.table is not None:
                 self.after[number] = self.S
-        return torch.stack(before, 2)
+        return torch.stack(before, 2) if len(at) > 1 else before[0].unsqueeze(2)
 
     def end(self) -> Tensor:
         """The state after the last chunk of each sequence, ``[N, H, K, V]``, or its gradient before the first."""

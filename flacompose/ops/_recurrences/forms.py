@@ -40,15 +40,15 @@ class Forms(Generic[AnyInputs]):
     They return ``(o, final_state)``. `chunk` computes in chunks of tokens, for training and for prompts, also
     sequence parallel; `recurrent` computes token by token, for decoding. `steps` is `recurrent` with `count`
     states, ``[N, count, ...]``: those after the last tokens that are `stride` apart. `stride` is the number
-    of the operator's tokens that stand for one token. `stretch` returns the transition of each sequence, and
-    `d_start` the gradient of its initial state that comes from its outputs.
+    of the operator's tokens that stand for one token. `transition` returns the transition of each sequence, and
+    `d_initial` the gradient of its initial state that comes from its outputs.
     """
 
     chunk: Callable[..., tuple[Tensor, Tensor]]
     recurrent: OpOverload
     steps: OpOverload
-    stretch: Callable[[AnyInputs], tuple[Map, Tensor]]
-    d_start: Callable[[AnyInputs, Tensor], Tensor]
+    transition: Callable[[AnyInputs], tuple[Map, Tensor]]
+    d_initial: Callable[[AnyInputs, Tensor], Tensor]
 
 
 def define_forms(
@@ -84,7 +84,7 @@ def define_forms(
         for gate in gates
     ]
 
-    def stretch(inputs: AnyInputs) -> tuple[Map, Tensor]:
+    def transition(inputs: AnyInputs) -> tuple[Map, Tensor]:
         """The transition of each sequence: the map, and the state that it reaches from zero."""
         inputs = of_state(inputs)
         if "q" in inputs._fields:  # queries do nothing to the state
@@ -102,9 +102,9 @@ def define_forms(
                 logs.append(log)
         return Decay(tuple(logs)), end
 
-    d_start = start_gradient(signature, ops["backward"])
-    chunk = across_ranks(signature, ops["chunk"], ops["backward"], stretch, d_start)
-    return Forms(chunk, ops["recurrent"], ops["steps"], stretch, d_start)
+    d_initial = initial_gradient(signature, ops["backward"])
+    chunk = across_ranks(signature, ops["chunk"], ops["backward"], transition, d_initial)
+    return Forms(chunk, ops["recurrent"], ops["steps"], transition, d_initial)
 
 
 def define_ops(
@@ -163,13 +163,13 @@ def define_ops(
     return ops | {"backward": backward}
 
 
-def start_gradient(
+def initial_gradient(
     signature: Signature[AnyInputs], backward: OpOverload
 ) -> Callable[[AnyInputs, Tensor], Tensor]:
-    """The function `d_start` of a recurrence, from the operator of its backward."""
+    """The function `d_initial` of a recurrence, from the operator of its backward."""
     mask = [x == "initial_state" for x in signature.differentiable]
 
-    def d_start(inputs: AnyInputs, do: Tensor) -> Tensor:
+    def d_initial(inputs: AnyInputs, do: Tensor) -> Tensor:
         """The gradient of the state before each sequence that comes from its outputs.
 
         An absent state is taken as zero. The result depends on the state only in the denominator, which
@@ -181,7 +181,7 @@ def start_gradient(
         gradients = backward(*inputs, do, None, mask)
         return gradients[mask.index(True)]
 
-    return d_start
+    return d_initial
 
 
 def define_form(

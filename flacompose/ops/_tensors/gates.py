@@ -58,6 +58,6 @@ def decays_to_zero(A: Tensor) -> Tensor:
     return A < (-1e300 if A.dtype == torch.float64 else -1e31)
 
 
-def log_decay(dt: Tensor, A: Tensor) -> Tensor:
+def log_decay_of_step(dt: Tensor, A: Tensor) -> Tensor:
     """``dt * A``, with the lowest finite rate in place of -inf, which times a time step of 0 would be NaN."""
     return torch.where(decays_to_zero(A), dt.detach(), dt) * A.clamp(min=finfo(A.dtype).min)

@@ -42,8 +42,8 @@ def bounds(cu_seqlens: Tensor, T: int) -> Tensor:
     return cu_seqlens.long().clamp(0, T).cummax(0).values
 
 
-def with_steps_per_token(cu_seqlens: Tensor | None, factor: int) -> Tensor | None:
-    """The bounds of sequences in which `factor` tokens replace each token."""
+def scaled_bounds(cu_seqlens: Tensor | None, factor: int) -> Tensor | None:
+    """`cu_seqlens` of sequences with `factor` tokens in place of each."""
     return None if cu_seqlens is None else cu_seqlens.long() * factor
 
 

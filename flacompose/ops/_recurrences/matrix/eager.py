@@ -1,25 +1,30 @@
-"""Chunked PyTorch of the linear recurrence with a matrix state: one token, or the scheme of the arguments."""
+"""The linear recurrence with a matrix state in PyTorch: one token, or a walk over chunks that all schemes share.
+
+The walk takes cache blocks of a few chunks, one after the other, so that their tensors stay in the cache, and
+passes the state from chunk to chunk. The backward goes forwards over the blocks, for the states, and then
+backwards. A scheme's `Segment` has the equations of one block's tokens.
+"""
 
 from __future__ import annotations
-
-from types import ModuleType
 
 from torch import Tensor
 
 from flacompose.ops._operators.signature import BackwardCall, Gradients
-from flacompose.ops._recurrences.matrix.channel_decay import eager as channel_decay
-from flacompose.ops._recurrences.matrix.delta_rule import eager as delta_rule
-from flacompose.ops._recurrences.matrix.head_decay import eager as head_decay
-from flacompose.ops._recurrences.matrix.inputs import NORM_EPS, Inputs, scheme
-from flacompose.ops._recurrences.matrix.low_rank import eager as low_rank
+from flacompose.ops._recurrences.chunks import Chunks, StatePassing
+from flacompose.ops._recurrences.matrix.channel_decay.eager import ChannelDecay
+from flacompose.ops._recurrences.matrix.delta_rule.eager import DeltaRule
+from flacompose.ops._recurrences.matrix.head_decay.eager import HeadDecay
+from flacompose.ops._recurrences.matrix.inputs import NORM_EPS, SIGNATURE, Inputs, scheme
+from flacompose.ops._recurrences.matrix.low_rank.eager import LowRank
+from flacompose.ops._recurrences.matrix.segment import Segment
 from flacompose.ops._recurrences.matrix.token import token
 from flacompose.ops._tensors.dtype import upcast
 
-SCHEMES: dict[str, ModuleType] = {
-    "channel_decay": channel_decay,
-    "delta_rule": delta_rule,
-    "head_decay": head_decay,
-    "low_rank": low_rank,
+SCHEMES: dict[str, type[Segment]] = {
+    "channel_decay": ChannelDecay,
+    "delta_rule": DeltaRule,
+    "head_decay": HeadDecay,
+    "low_rank": LowRank,
 }
 
 
@@ -27,14 +32,51 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
     if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
         return token(**inputs._asdict())
-    o, final_state = SCHEMES[scheme(inputs)].forward(inputs)
-    return o, final_state
+    rule, (chunks, blocks) = SCHEMES[scheme(inputs)], _cut(inputs)
+    passing = StatePassing(chunks, _state(chunks, inputs, inputs.initial_state))
+    dtype, outputs = chunks.dtype if inputs.full_precision else inputs.v.dtype, []
+    for block in blocks:
+        segment = rule(inputs, block)
+        outputs.append(segment.outputs(*segment.states(passing)).flatten(1, 2).to(dtype))
+    # A view would make callers compile a second time, besides for states that are no views.
+    return chunks.join(*outputs), passing.end().clone()
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
-    gradients: Gradients = SCHEMES[scheme(call.inputs)].backward(call)
-    return gradients
+    inputs, wants, do = call.inputs, call.wants, call.do
+    rule, (chunks, blocks) = SCHEMES[scheme(inputs)], _cut(inputs)
+    segments = [rule(inputs, block) for block in blocks]
+    states: list[tuple[Tensor, ...]] = [()] * len(segments)
+    if wants(*rule.of_states):
+        forwards = StatePassing(chunks, _state(chunks, inputs, inputs.initial_state))
+        states = [segment.states(forwards) for segment in segments]
+    backwards = StatePassing(chunks, _state(chunks, inputs, call.arriving.final_state), reverse=True)
+    parts: dict[str, list[Tensor]] = {}
+    while segments:  # the tensors of each are freed
+        segment = segments.pop()
+        for name, dx in segment.gradients(wants, segment.split(do), states.pop(), backwards).items():
+            parts.setdefault(name, []).append(dx.flatten(1, 2))
+    made: Gradients = {}
+    for name, dx_parts in parts.items():
+        dx = chunks.join(*dx_parts[::-1])
+        of_tokens = "T" in SIGNATURE.axes[name].split()
+        made[name] = (dx if of_tokens else dx.sum((0, 1))).reshape(getattr(inputs, name).shape)
+    return call.made(**made, initial_state=lambda: backwards.end().clone())
+
+
+def _cut(inputs: Inputs) -> tuple[Chunks, list[Chunks]]:
+    """The chunks of all tokens, and of each cache block."""
+    chunks, K, (B, _, HV, V) = Chunks(inputs.q, inputs.cu_seqlens), inputs.k.shape[-1], inputs.v.shape
+    return chunks, chunks.segments(B * HV * max(chunks.size * max(chunks.size, K, V), K * V))
+
+
+def _state(chunks: Chunks, inputs: Inputs, x: Tensor | None) -> Tensor:
+    """A state, ``[N, HV, K, V]``; zeros if it is absent."""
+    k, v = inputs.k, inputs.v
+    if x is None:
+        return v.new_zeros(chunks.N, v.shape[2], k.shape[-1], v.shape[-1], dtype=chunks.dtype)
+    return x.to(chunks.dtype)
 
 
 def update(inputs: Inputs, normalize: int) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Gates of channels in a chunk: their local sums, and the test of whether their decays are factorisable.
 
 A level of blocks is a mask of pairs of tokens, and local sums of gates are products with a 0/1 matrix. The
-gates of a chunk are factorisable ("mild") if the decay between any two tokens is a product of two factors
-about the chunk's middle that float32 can hold, though half of their exponents may be positive (`MILD_BOUND`
+gates of a chunk are factorisable if the decay between any two tokens is a product of two factors
+about the chunk's middle that float32 can hold, though half of their exponents may be positive (`FACTORISABLE_BOUND`
 bounds them). One product then contains all pairs, without levels.
 """
 
@@ -18,7 +18,7 @@ LEVELS = tl.constexpr(6)  # levels of blocks in a chunk
 BLOCK = tl.constexpr(16)  # tokens of a block whose pairs one product may hold
 BLOCK_LEVELS = tl.constexpr(4)  # levels of smaller blocks in it
 # Leaves room in float32 for products of queries, keys, values and their gradients from 1e-18 to 1e18.
-MILD_BOUND = tl.constexpr(45.0)
+FACTORISABLE_BOUND = tl.constexpr(45.0)
 LEAST_KEPT = tl.constexpr(0.05)  # about exp(-3)
 
 
@@ -111,29 +111,29 @@ def middle_sums(g, t, s, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
     read = write
     if READ_BEFORE:
         # A read stops before the token's gate. The difference is used only where both sums are below
-        # `MILD_BOUND`.
+        # `FACTORISABLE_BOUND`.
         read = write - g.to(tl.float32)
     return write, read
 
 
 @triton.jit
 def size_of_sums(write, read):
-    """The size of the sums of gates. Gates are factorisable if all sizes are below `MILD_BOUND`."""
+    """The size of the sums of gates. Gates are factorisable if all sizes are below `FACTORISABLE_BOUND`."""
     return tl.maximum(tl.abs(write), tl.abs(read))
 
 
 @triton.jit
 def size_of_gate(g, DOT: tl.constexpr):
-    """A multiple of each gate, which must be below `MILD_BOUND` too if the gradient of the gates is wanted.
+    """A multiple of each gate, which must be below `FACTORISABLE_BOUND` too if the gradient of the gates is wanted.
 
     If a gate decays something to less than exp(-4), or exp(-8) where products are rounded to bfloat16, its
     gradient would drown in the rounding errors of the pairs that it does not decay.
     """
-    return tl.abs(g.to(tl.float32)) * (MILD_BOUND / (4.0 if DOT == tl.float32 else 8.0))
+    return tl.abs(g.to(tl.float32)) * (FACTORISABLE_BOUND / (4.0 if DOT == tl.float32 else 8.0))
 
 
 @triton.jit
-def lets_through(g, inside):
+def has_bounded_means(g, inside):
     """Whether gates are factorisable for their gradient in bfloat16 in spite of `size_of_gate`.
 
     The error of a gate's gradient is measured relative to the gradients of all gates. A single gate may
@@ -159,14 +159,18 @@ def exact_pairs(a, b, g, t, s, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
-def mild_for_gradient(g, token, end, h, H, D, BD: tl.constexpr, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
-    """Whether a chunk's gates ``g [tokens, H, D]`` are factorisable by sums and by `lets_through`."""
+def factorisable_for_gradient(
+    g, token, end, h, H, D, BD: tl.constexpr, READ_BEFORE: tl.constexpr, DOT: tl.constexpr
+):
+    """Whether a chunk's gates ``g [tokens, H, D]`` are factorisable by sums and by `has_bounded_means`."""
     i = tl.arange(0, C)
-    is_mild = True
+    is_factorisable = True
     for first in tl.range(0, D, BD, num_stages=1):
         d = first + tl.arange(0, BD)
         g_ = load_gates(g, token, end, h, d, H, D)
         write, read = middle_sums(g_, i[:, None], i[None, :], READ_BEFORE, DOT)
-        by_sums = tl.max(size_of_sums(write, read)) < MILD_BOUND
-        is_mild = is_mild & by_sums & lets_through(g_, (token < end)[:, None] & (d < D)[None, :])
-    return is_mild
+        by_sums = tl.max(size_of_sums(write, read)) < FACTORISABLE_BOUND
+        is_factorisable = (
+            is_factorisable & by_sums & has_bounded_means(g_, (token < end)[:, None] & (d < D)[None, :])
+        )
+    return is_factorisable

@@ -48,7 +48,7 @@ _forms: Forms[Inputs] = define_forms(
     of_state=_of_state,
 )
 chunk, recurrent, steps = _forms.chunk, _forms.recurrent, _forms.steps
-stretch, d_start = _forms.stretch, _forms.d_start
+transition, d_initial = _forms.transition, _forms.d_initial
 # `recurrent`, for a caller that writes the final state over the initial one: see `define_ops`.
 update = define_form(
     __package__, "update", Signature(Inputs, Outputs, ("normalize",)), eager.update, _flops, name=_NAME

@@ -17,7 +17,7 @@ from flacompose.ops._recurrences.elementwise.rg_lru import eager
 from flacompose.ops._recurrences.elementwise.rg_lru.inputs import SIGNATURE
 from flacompose.ops._recurrences.elementwise.rg_lru.inputs import Inputs as Inputs  # for the public functions
 from flacompose.ops._recurrences.elementwise.scan import op as scan
-from flacompose.ops._recurrences.forms import define_ops, start_gradient
+from flacompose.ops._recurrences.forms import define_ops, initial_gradient
 
 
 def _flops(x: Any, *_: Any, **__: Any) -> int:
@@ -27,12 +27,12 @@ def _flops(x: Any, *_: Any, **__: Any) -> int:
 
 _ops = define_ops(SIGNATURE, eager, forms=("chunk", "recurrent"), flops=_flops)
 recurrent, steps = _ops["recurrent"], _ops["steps"]
-d_start = start_gradient(SIGNATURE, _ops["backward"])
+d_initial = initial_gradient(SIGNATURE, _ops["backward"])
 
 
-def stretch(inputs: Inputs) -> tuple[Map, Tensor]:
+def transition(inputs: Inputs) -> tuple[Map, Tensor]:
     """The transition of each sequence: that of the elementwise scan of the same decays and inputs."""
-    return scan.stretch(eager.gated(inputs))
+    return scan.transition(eager.gated(inputs))
 
 
-chunk = across_ranks(SIGNATURE, _ops["chunk"], _ops["backward"], stretch, d_start)
+chunk = across_ranks(SIGNATURE, _ops["chunk"], _ops["backward"], transition, d_initial)

@@ -216,7 +216,7 @@ class _WKV:
             end = State(a[:, :, i], b[:, :, i], before[:, :, i])
             return torch.stack(join(State(*S.unbind(2)), end, self.w, self.elapsed[-1][:, :, i]), 2)
 
-        S, end = self.chunks.sweep(step, a.shape[2], self.start)
+        S, end = self.chunks.pass_states(step, a.shape[2], self.start)
         return State(*S.unbind(3)), State(*end.squeeze(1).unbind(1))
 
     def steps(self, state: State) -> list[_Step]:
@@ -239,5 +239,5 @@ class _WKV:
         `d_start` is the gradient before each chunk through its own outputs.
         """
         start = None if d_final is None else d_final[:, None, None]
-        after, initial = self.chunks.decaying_sweep(d_start.unsqueeze(3), [decay], start, reverse=True)
+        after, initial = self.chunks.pass_decayed(d_start.unsqueeze(3), [decay], start, reverse=True)
         return after.squeeze(-2), initial.flatten(1).clone()

@@ -101,5 +101,5 @@ class _Scan:
             for a, x_t in zip(self.decay, x, strict=True):
                 h = torch.addcmul(x_t, a, h)
         start = None if start is None else start[:, None, None]
-        S, end = self.chunks.decaying_sweep(h.unsqueeze(-2), [self.total], start, reverse)
+        S, end = self.chunks.pass_decayed(h.unsqueeze(-2), [self.total], start, reverse)
         return S.squeeze(-2), end.flatten(1).clone()

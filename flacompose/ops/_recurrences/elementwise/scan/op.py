@@ -17,4 +17,4 @@ def _flops(x, *_, **__) -> int:
 
 _forms: Forms[Inputs] = define_forms(SIGNATURE, eager, gates=("g",), flops=_flops)
 chunk, recurrent, steps = _forms.chunk, _forms.recurrent, _forms.steps
-stretch, d_start = _forms.stretch, _forms.d_start
+transition, d_initial = _forms.transition, _forms.d_initial

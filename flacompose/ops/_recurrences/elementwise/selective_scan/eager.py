@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._operators.signature import BackwardCall, Gradients
-from flacompose.ops._recurrences.chunks import Chunks, Sweep
+from flacompose.ops._recurrences.chunks import Chunks, StatePassing
 from flacompose.ops._recurrences.elementwise.selective_scan.inputs import Inputs
 from flacompose.ops._tensors.gates import decays_to_zero
 
@@ -24,7 +24,7 @@ from flacompose.ops._tensors.gates import decays_to_zero
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(y [B, T, D], final_state [N, D, S])``."""
     scan = _Scan(inputs)
-    sweep = Sweep(scan.chunks, scan.initial(inputs.initial_state))
+    sweep = StatePassing(scan.chunks, scan.initial(inputs.initial_state))
     y = []
     for chunks in scan.segments:
         segment = _Segment(scan, chunks)
@@ -40,12 +40,12 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     scan = _Scan(call.inputs, call.do)
     before = []
     if wants("dt", "A", "C"):
-        sweep = Sweep(scan.chunks, scan.initial(call.inputs.initial_state))
+        sweep = StatePassing(scan.chunks, scan.initial(call.inputs.initial_state))
         for chunks in scan.segments:
             segment = _Segment(scan, chunks)
             before.append(segment.sweep(sweep, segment.ends()))
 
-    sweep = Sweep(scan.chunks, scan.initial(call.arriving.final_state), reverse=True)
+    sweep = StatePassing(scan.chunks, scan.initial(call.arriving.final_state), reverse=True)
     dx, ddt, dB, dC = [], [], [], []
     dA = torch.zeros_like(scan.A)
     for chunks in reversed(scan.segments):
@@ -103,7 +103,7 @@ class _Scan:
             return self.A.new_zeros(self.chunks.N, *self.groups, self.A.shape[-1])
         return state.to(self.chunks.dtype).contiguous().unflatten(1, self.groups)
 
-    def final(self, sweep: Sweep) -> Tensor:
+    def final(self, sweep: StatePassing) -> Tensor:
         return sweep.end().flatten(1, 2).clone()
 
     def join(self, segments: list[Tensor]) -> Tensor:
@@ -139,7 +139,7 @@ class _Segment:
                 h = torch.addcmul(write, a, h)
         return h
 
-    def sweep(self, sweep: Sweep, ends: Tensor) -> Tensor:
+    def sweep(self, sweep: StatePassing, ends: Tensor) -> Tensor:
         """State passing over these chunks: the state before each; backwards, its gradient after each."""
         total = (self.dt.sum(0).unsqueeze(-1) * self.A).exp()
         return sweep.over(self.at, lambda i, S: torch.addcmul(ends[:, :, i], total[:, :, i], S))

@@ -20,8 +20,8 @@ from flacompose.ops._recurrences.elementwise.selective_scan.inputs import SIGNAT
 from flacompose.ops._recurrences.elementwise.selective_scan.inputs import (
     Inputs as Inputs,  # for the public functions
 )
-from flacompose.ops._recurrences.forms import define_ops, start_gradient
-from flacompose.ops._tensors.gates import log_decay
+from flacompose.ops._recurrences.forms import define_ops, initial_gradient
+from flacompose.ops._tensors.gates import log_decay_of_step
 
 
 def _flops(x, dt, A, *_, **__) -> int:
@@ -31,14 +31,14 @@ def _flops(x, dt, A, *_, **__) -> int:
 
 _ops = define_ops(SIGNATURE, eager, forms=("forward",), gates=("dt",), flops=_flops)
 _ends = _ops["ends"]
-d_start = start_gradient(SIGNATURE, _ops["backward"])
+d_initial = initial_gradient(SIGNATURE, _ops["backward"])
 
 
-def stretch(inputs: Inputs) -> tuple[Decay, Tensor]:
+def transition(inputs: Inputs) -> tuple[Decay, Tensor]:
     """The transition of each sequence: the log decays ``[N, D, S]``, and the state reached from zero."""
     # C does not change the state.
     end, sum_dt = _ends(*inputs._replace(C=inputs.B.detach(), initial_state=None))
-    return Decay((log_decay(sum_dt.unsqueeze(-1), inputs.A.to(end.dtype)),)), end
+    return Decay((log_decay_of_step(sum_dt.unsqueeze(-1), inputs.A.to(end.dtype)),)), end
 
 
-forward = across_ranks(SIGNATURE, _ops["forward"], _ops["backward"], stretch, d_start)
+forward = across_ranks(SIGNATURE, _ops["forward"], _ops["backward"], transition, d_initial)

@@ -29,7 +29,7 @@ def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K])``."""
     run = _Launches(inputs)
     o, final_state = run.per_token(run.HV, run.V, dtype=inputs.x.dtype), run.per_sequence(run.HV, run.K)
-    run.divide(run.pass_states(run.k, run.beta, operand(inputs.initial_state), final_state), o=o)
+    run.divide(run.states(run.k, run.beta, operand(inputs.initial_state), final_state), o=o)
     return run.batched(o), final_state
 
 
@@ -44,13 +44,13 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         None if y is None else run.per_token(run.HV, dtype=y.dtype) for y in (g, beta, floor)
     )
     dq, dk = (None if y is None else run.per_token(*heads, dtype=run.dtype_of_keys) for y in (q, k))
-    d_start = None if start is None else run.per_sequence(*heads, dtype=start.dtype)
+    d_initial = None if start is None else run.per_sequence(*heads, dtype=start.dtype)
 
-    states = run.pass_states(run.k, run.beta, operand(inputs.initial_state))
+    states = run.states(run.k, run.beta, operand(inputs.initial_state))
     dz = run.per_token(run.HV, dtype=torch.float32)
     run.divide(states, do=operand(call.do), dx=dx, dz=dz, d_floor=d_floor)
     if call.wants("q", "k", "g", "beta", "initial_state"):
-        d_states = run.pass_states(run.q, dz, operand(call.arriving.final_state), d_start, reverse=True)
+        d_states = run.states(run.q, dz, operand(call.arriving.final_state), d_initial, reverse=True)
     if call.wants("q", "k", "g", "beta"):
         tensors = run.q, run.k, run.g, run.beta, dz, states, d_states, dq, dk, dg, dbeta
         config = gradient_config(run.bfloat16, run.K)
@@ -63,7 +63,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         g=dg,
         beta=dbeta,
         floor=d_floor,
-        initial_state=d_start,
+        initial_state=d_initial,
     )
 
 
@@ -100,10 +100,10 @@ class _Launches(Sequences):
         # The gradients of queries and keys are computed for each head of `x`, in this dtype, then summed.
         self.dtype_of_keys = q.dtype if self.H == self.HV else torch.float32
         self.tiles = tile_count(self.K, STATE_PASSING_CONFIG["BK"])
-        # A segment has at least 64 units; with 32 tokens a unit, that is 2,048 tokens.
+        # In units of 32 tokens a segment has at least 64 * 32 = 2,048.
         self.row = Segments(self, self.T // 32, self.HV * self.tiles, (self.HV, self.K), {"gk": "sum_g"})
 
-    def pass_states(
+    def states(
         self,
         x: Tensor,
         strength: Tensor,
@@ -113,11 +113,11 @@ class _Launches(Sequences):
     ) -> Tensor:
         """The state before (with `reverse`, after) each chunk, ``[chunks, HV, K]``. Fills `final`."""
         states = self.per_chunk(self.HV, self.K)
-        pass_states = partial(self._state_passing, x, strength, reverse)
+        pass_states = partial(self._pass_states, x, strength, reverse)
         pass_states(initial=self.row.starts(pass_states, initial), states=states, final=final)
         return states
 
-    def _state_passing(self, x: Tensor, strength: Tensor, reverse: bool, **tensors: Tensor | None) -> None:
+    def _pass_states(self, x: Tensor, strength: Tensor, reverse: bool, **tensors: Tensor | None) -> None:
         given = dict.fromkeys(("initial", "states", "ends", "sum_g", "final")) | tensors
         grid = (self.tiles * self.row.count * self.N * self.HV,)
         sizes = (

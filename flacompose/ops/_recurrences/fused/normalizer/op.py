@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flacompose.ops._parallel.form import across_ranks
 from flacompose.ops._parallel.transitions import Decay
-from flacompose.ops._recurrences.forms import define_ops, start_gradient
+from flacompose.ops._recurrences.forms import define_ops, initial_gradient
 from flacompose.ops._recurrences.fused.normalizer import eager
 from flacompose.ops._recurrences.fused.normalizer.inputs import SIGNATURE
 from flacompose.ops._recurrences.fused.normalizer.inputs import Inputs as Inputs  # for the public functions
@@ -23,13 +23,13 @@ def _flops(q: Any, k: Any, x: Any, *_: Any, **__: Any) -> int:
 
 _ops = define_ops(SIGNATURE, eager, forms=("chunk", "recurrent"), flops=_flops)
 recurrent, steps = _ops["recurrent"], _ops["steps"]
-d_start = start_gradient(SIGNATURE, _ops["backward"])
+d_initial = initial_gradient(SIGNATURE, _ops["backward"])
 
 
-def stretch(inputs: Inputs) -> tuple[Decay, Tensor]:
-    """The transition of each sequence, which is the one of head decay with values of 1."""
-    decay, end = matrix.stretch(eager.of_ones(inputs))
+def transition(inputs: Inputs) -> tuple[Decay, Tensor]:
+    """The transition of each sequence: that of head decay with values of 1."""
+    decay, end = matrix.transition(eager.of_ones(inputs))
     return Decay(tuple(x.squeeze(3) for x in decay.tensors)), end.squeeze(3)
 
 
-chunk = across_ranks(SIGNATURE, _ops["chunk"], _ops["backward"], stretch, d_start)
+chunk = across_ranks(SIGNATURE, _ops["chunk"], _ops["backward"], transition, d_initial)

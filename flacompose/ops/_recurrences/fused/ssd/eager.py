@@ -19,7 +19,7 @@ from flacompose.ops._recurrences.matrix import eager as matrix
 from flacompose.ops._recurrences.matrix.inputs import SIGNATURE as SCAN
 from flacompose.ops._recurrences.matrix.inputs import Inputs as Scan
 from flacompose.ops._tensors.dtype import upcast
-from flacompose.ops._tensors.gates import clamped, decays_to_zero, log_decay, time_step
+from flacompose.ops._tensors.gates import clamped, decays_to_zero, log_decay_of_step, time_step
 from flacompose.ops._tensors.packed import without_tail
 
 
@@ -31,8 +31,8 @@ def composed(
     # A token in no sequence may be NaN. Set to 0, it adds nothing to the gradients of A and dt_bias.
     (dt,) = without_tail(cu_seqlens, dt)
     dt = time_step(dt, dt_bias, softplus, x, (limit[0], limit[1]))
-    g = clamped(log_decay(dt, upcast(A, x)))
-    # `scale` is a literal, since with `dynamic=True` Dynamo would trace a default twice.
+    g = clamped(log_decay_of_step(dt, upcast(A, x)))
+    # A literal, since with `dynamic=True` Dynamo would trace the default twice.
     given = Scan(C, B, x, g, beta=dt, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=1.0)
     y, final_state = scan(*given)
     return skip(y, x, D, None, z, cu_seqlens), final_state
@@ -49,7 +49,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     (dt,) = without_tail(cu_seqlens, dt)
     raw, free = (time_step(dt, dt_bias, passes, x) for passes in (False, softplus))
     delta, rates = free.clamp(*limit), upcast(A, x)
-    g = clamped(log_decay(delta, rates))
+    g = clamped(log_decay_of_step(delta, rates))
     scan = Scan(C, B, x, g, beta=delta, initial_state=initial_state, cu_seqlens=cu_seqlens)
 
     dy, of_skip = call.do, {}

@@ -33,16 +33,16 @@ import triton
 import triton.language as tl
 
 from flacompose.ops._recurrences.matrix.gates_of_channels import (
+    FACTORISABLE_BOUND,
     LEVELS,
-    MILD_BOUND,
     C,
     exact_pairs,
+    factorisable_for_gradient,
     from_middle,
+    has_bounded_means,
     in_local_sum,
-    lets_through,
     load_gates,
     middle_sums,
-    mild_for_gradient,
     reads_gate,
     rounded_dot,
     select,
@@ -180,7 +180,7 @@ def channel_decay_score_kernel(
     g,  # [tokens, H, D]
     u,  # [H, D]
     P,  # [chunks, H, C, C]
-    mild,  # [chunks, H], whether gates are factorisable: chunks to leave out
+    factorisable_chunks,  # [chunks, H], whether gates are factorisable: chunks to leave out
     cu_seqlens,
     T,
     N,
@@ -193,14 +193,14 @@ def channel_decay_score_kernel(
 ):
     """``P[t, s] = scale * a_t . b_s`` within a chunk, decayed by `g`, for ``s <= t``, with `u` for ``s = t``.
 
-    Chunks that are marked as factorisable in `mild`, if given, are left out.
+    Chunks that are marked as factorisable in `factorisable_chunks`, if given, are left out.
     """
     scale = in_float32(scale)
     row, h, lo, hi = chunk_of_program(T, N, H, cu_seqlens, C)
     if lo >= hi:
         return
-    if mild is not None:
-        if tl.load(mild + row * H + h) != 0:
+    if factorisable_chunks is not None:
+        if tl.load(factorisable_chunks + row * H + h) != 0:
             return
     i = tl.arange(0, C)
     t, s = i[:, None], i[None, :]
@@ -218,7 +218,7 @@ def channel_decay_score_kernel(
         else:
             g_ = load_gates(g, token, hi, h, d, H, D)
             write, read = middle_sums(g_, t, s, READ_BEFORE, DOT)
-            if tl.max(size_of_sums(write, read)) < MILD_BOUND:
+            if tl.max(size_of_sums(write, read)) < FACTORISABLE_BOUND:
                 lower += fine_dot(a_ * tl.exp(read), tl.trans(b_ * tl.exp(-write)), DOT)
             else:
                 lower += exact_pairs(a_, b_, g_, t, s, READ_BEFORE, DOT)
@@ -244,7 +244,7 @@ def channel_decay_plain_axis_kernel(
     u,  # [H, D1]
     S,  # [chunks, H, D1, D2], with the strides of states
     out,  # [tokens, H, D2]
-    mild,  # [chunks, H], whether gates are factorisable
+    factorisable_chunks,  # [chunks, H], whether gates are factorisable
     cu_seqlens,
     T,
     N,
@@ -253,7 +253,7 @@ def channel_decay_plain_axis_kernel(
     axes,  # `Axes`
     BD1: tl.constexpr,
     BD2: tl.constexpr,
-    MILD: tl.constexpr,
+    FACTORISABLE: tl.constexpr,
     REVERSE: tl.constexpr,
     FOR_GRADIENT: tl.constexpr,
     READ_BEFORE: tl.constexpr,
@@ -265,8 +265,8 @@ def channel_decay_plain_axis_kernel(
     b_t``. With `REVERSE` time runs backwards: `s` are later tokens, and `S` is the gradient of the state
     after the chunk, which contains `scale` already.
 
-    With `g` it is launched twice: with `MILD` for the chunks whose gates are factorisable, which it marks in
-    `mild`, and then for the others, because one kernel for both would need twice the registers. With
+    With `g` it is launched twice: with `FACTORISABLE` for the chunks whose gates are factorisable, which it marks in
+    `factorisable_chunks`, and then for the others, because one kernel for both would need twice the registers. With
     `FOR_GRADIENT` the marks hold for the gradient of `g` too.
     """
     D1, D2, stride1, stride2 = axes
@@ -275,8 +275,8 @@ def channel_decay_plain_axis_kernel(
     tile, row, h, lo, hi = tile_of_program(tiles, T, N, H, cu_seqlens, C)
     if lo >= hi:
         return
-    if not MILD:
-        if tl.load(mild + row * H + h) != 0:
+    if not FACTORISABLE:
+        if tl.load(factorisable_chunks + row * H + h) != 0:
             return
     i = tl.arange(0, C)
     t, s = i[:, None], i[None, :]
@@ -296,7 +296,7 @@ def channel_decay_plain_axis_kernel(
             pairs += dot(a_, tl.trans(b_), DOT)
         else:
             g_ = load_gates(g, token, hi, h, d1, H, D1)
-            if MILD:
+            if FACTORISABLE:
                 write, read = middle_sums(g_, t, s, READ_BEFORE, DOT)
                 sizes = tl.maximum(sizes, size_of_sums(write, read))
                 if FOR_GRADIENT:
@@ -319,13 +319,13 @@ def channel_decay_plain_axis_kernel(
         acc *= scale
 
     # 2. Whether the gates were factorisable. If not, the second launch computes the chunk.
-    if MILD and g is not None:
-        is_mild = tl.max(sizes) < MILD_BOUND
+    if FACTORISABLE and g is not None:
+        is_factorisable = tl.max(sizes) < FACTORISABLE_BOUND
         if FOR_GRADIENT and DOT != tl.float32:
-            if not is_mild:
-                is_mild = mild_for_gradient(g, token, hi, h, H, D1, BD1, READ_BEFORE, DOT)
-        tl.store(mild + row * H + h, is_mild.to(tl.int8))
-        if not is_mild:
+            if not is_factorisable:
+                is_factorisable = factorisable_for_gradient(g, token, hi, h, H, D1, BD1, READ_BEFORE, DOT)
+        tl.store(factorisable_chunks + row * H + h, is_factorisable.to(tl.int8))
+        if not is_factorisable:
             return
     # 3. The pairs in causal order multiply `x`.
     pairs = tl.where(
@@ -399,7 +399,9 @@ def _other_chunks(
 
 
 @triton.jit
-def _mild_chunk(sums, P, x, y, g2, S, dS, read, dg2, tile, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
+def _factorisable_chunk(
+    sums, P, x, y, g2, S, dS, read, dg2, tile, READ_BEFORE: tl.constexpr, DOT: tl.constexpr
+):
     """`sums` of `_other_chunks`, decayed by `g2`, plus the pairs of two different tokens of this chunk.
 
     The gates are factorisable: one product, relative to the chunk's middle, contains all pairs. Fills `dg2`.
@@ -452,7 +454,7 @@ def _mild_chunk(sums, P, x, y, g2, S, dS, read, dg2, tile, READ_BEFORE: tl.const
 
 @triton.jit
 def _strong_chunk(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
-    """`_mild_chunk` for any gates: one product for each level of blocks has the pairs of sibling blocks."""
+    """`_factorisable_chunk` for any gates: one product for each level of blocks has the pairs of sibling blocks."""
     before, after, d_total, _ = sums
     t = tl.arange(0, C)[:, None]
     s = tl.arange(0, C)[None, :]
@@ -500,7 +502,7 @@ def channel_decay_gated_axis_kernel(
     S,  # [chunks, H, D1, D2], with the strides of states; given with `read` and with `dg2`
     dS,  # [chunks, H, D1, D2], likewise; given with `write` and with `dg2`
     made,  # `Results`, each of which may be None
-    mild,  # [chunks, H] if `KNOWN`, otherwise [chunks, H, tiles of D2]
+    factorisable_tiles,  # [chunks, H] if `KNOWN`, otherwise [chunks, H, tiles of D2]
     cu_seqlens,
     T,
     N,
@@ -509,7 +511,7 @@ def channel_decay_gated_axis_kernel(
     axes,  # `Axes`
     BD1: tl.constexpr,
     BD2: tl.constexpr,
-    MILD: tl.constexpr,
+    FACTORISABLE: tl.constexpr,
     KNOWN: tl.constexpr,
     READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
@@ -520,9 +522,9 @@ def channel_decay_gated_axis_kernel(
     weights ``P[t, t]``. It fills the results that are given. `S` is the state before the chunk, `dS`
     the gradient of the state after it.
 
-    It is launched twice: with `MILD` for the tiles whose gates are factorisable, which it marks in `mild`
-    unless that is `KNOWN`, and then for the others, because one kernel for both would need twice the
-    registers. Registers are scarce, so inputs are loaded again rather than kept.
+    It is launched twice: with `FACTORISABLE` for the tiles whose gates are factorisable, which it marks in
+    `factorisable_tiles` unless that is `KNOWN`, and then for the others, because one kernel for both would need twice
+    the registers. Registers are scarce, so inputs are loaded again rather than kept.
     """
     a, b, x, y = vectors
     read, write, dg2, du = made
@@ -537,22 +539,22 @@ def channel_decay_gated_axis_kernel(
     token = lo + i
     d2 = column * BD2 + tl.arange(0, BD2)
     # 1. Whether the gates are factorisable, and so whether this launch computes the tile.
-    at_mild = mild + (row * H + h if KNOWN else (row * H + h) * tiles + column)
-    if KNOWN or not MILD:
-        if (tl.load(at_mild) != 0) != MILD:
+    at_mark = factorisable_tiles + (row * H + h if KNOWN else (row * H + h) * tiles + column)
+    if KNOWN or not FACTORISABLE:
+        if (tl.load(at_mark) != 0) != FACTORISABLE:
             return
     else:
         g = load_gates(g2, token, hi, h, d2, H, D2)
         write_sum, read_sum = middle_sums(g, t, s, READ_BEFORE, DOT)
-        is_mild = tl.max(size_of_sums(write_sum, read_sum)) < MILD_BOUND
+        is_factorisable = tl.max(size_of_sums(write_sum, read_sum)) < FACTORISABLE_BOUND
         if dg2 is not None:
-            each = tl.max(size_of_gate(g, DOT)) < MILD_BOUND
+            each = tl.max(size_of_gate(g, DOT)) < FACTORISABLE_BOUND
             if DOT == tl.float32:
-                is_mild = is_mild & each
-            elif is_mild and not each:
-                is_mild = lets_through(g, (token < hi)[:, None] & (d2 < D2)[None, :])
-        tl.store(at_mild, is_mild.to(tl.int8))
-        if not is_mild:
+                is_factorisable = is_factorisable & each
+            elif is_factorisable and not each:
+                is_factorisable = has_bounded_means(g, (token < hi)[:, None] & (d2 < D2)[None, :])
+        tl.store(at_mark, is_factorisable.to(tl.int8))
+        if not is_factorisable:
             return
 
     # 2. The contributions of other chunks, through the states.
@@ -567,8 +569,8 @@ def channel_decay_gated_axis_kernel(
     # 3. The pairs of this chunk, and the gradient of the gates.
     sums = before, after, d_total, pairs
     if S is not None or dS is not None:
-        if MILD:
-            before, after = _mild_chunk(sums, P, x, y, g2, S, dS, read, dg2, tile, READ_BEFORE, DOT)
+        if FACTORISABLE:
+            before, after = _factorisable_chunk(sums, P, x, y, g2, S, dS, read, dg2, tile, READ_BEFORE, DOT)
         else:
             before, after = _strong_chunk(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE, DOT)
     # 4. No gate decays the pair of a token with itself. It is added last, since it would drown the others in

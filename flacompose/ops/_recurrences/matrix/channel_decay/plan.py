@@ -2,8 +2,48 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from flacompose.ops._launch.chip import Chip
-from flacompose.ops._launch.operands import block
+from flacompose.ops._launch.operands import block, tile_count
+from flacompose.ops._launch.sequences import MatrixSequences
+from flacompose.ops._recurrences.matrix.inputs import Inputs
+
+
+class AxisPlan(NamedTuple):
+    """The launches along the value axis, or along the key axis, whose sizes are those of the other one."""
+
+    score: dict[str, int]
+    plain: dict[str, int]
+    gated: dict[str, int]
+    tiles: int  # of the axis that `channel_decay_gated_axis_kernel` writes
+    # Whether a tile of that kernel, which then sees all gates of a chunk, makes the products of pairs itself where
+    # only reads are wanted and gates are factorisable.
+    reads_alone: bool
+
+
+class Plan(NamedTuple):
+    """The choices of one call."""
+
+    passing: dict[str, int]
+    tiles: int  # of a state in state passing
+    axes: tuple[AxisPlan, AxisPlan]  # of values and, transposed, of keys
+
+
+def plan_of(tokens: MatrixSequences, inputs: Inputs) -> Plan:
+    K, V, bfloat16 = tokens.K, tokens.V, tokens.bfloat16
+    passing = state_config(tokens.chip, bfloat16, K, V, inputs.gk is not None)
+    tiles = tile_count(K, passing["BK"]) * tile_count(V, passing["BV"])
+
+    def along(D1: int, D2: int, plain_pairs: bool) -> AxisPlan:
+        score, plain = score_config(bfloat16, D1), plain_config(bfloat16, D1, D2)
+        gated = gated_config(bfloat16, D1, D2)
+        tiles = tile_count(D2, gated["BD2"])
+        alone = plain_pairs and isinstance(tiles, int) and tiles == 1
+        return AxisPlan(score, plain, gated, tiles, alone)
+
+    values = along(K, V, inputs.gk is None and inputs.u is None)
+    return Plan(passing, tiles, (values, along(V, K, inputs.gv is None and inputs.u is None)))
 
 
 def state_config(chip: Chip, bfloat16: bool, K: int, V: int, has_gk: bool) -> dict[str, int]:

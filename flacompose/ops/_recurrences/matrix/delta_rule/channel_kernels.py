@@ -50,7 +50,6 @@ from flacompose.ops._recurrences.matrix.delta_rule.kernels import solve
 from flacompose.ops._recurrences.matrix.gates_of_channels import (
     BLOCK_LEVELS,
     LEVELS,
-    MILD_BOUND,
     C,
     from_block_middle,
     from_middle,
@@ -64,6 +63,9 @@ from flacompose.ops._recurrences.matrix.gates_of_channels import (
     size_of_gate,
     size_of_sums,
     tf32_rounded,
+)
+from flacompose.ops._recurrences.matrix.gates_of_channels import (
+    FACTORISABLE_BOUND as MILD_BOUND,
 )
 from flacompose.ops._tiles.blocks import (
     bounded,

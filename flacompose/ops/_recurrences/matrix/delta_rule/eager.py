@@ -15,152 +15,94 @@ Backwards in time the gradient du obeys the transposed equations, ``Y^T`` solves
 solved``. The other gradients are those of two reads in linear attention: by queries, with the gradient do,
 and by keys, with -dv.
 
-The tokens are processed in cache blocks of a few chunks. The backward goes forwards over the blocks, for the
-states, and then backwards.
-
-Everything is functional, differentiable PyTorch, so derivatives of any order exist. Heads of values that
-share queries and keys are a dimension ``n`` beside the head.
+Heads of values that share queries and keys are a dimension ``n`` beside the head.
 """
 
 from __future__ import annotations
-
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from flacompose._torch import pytree
-from flacompose.ops._operators.signature import BackwardCall, Gradients
-from flacompose.ops._recurrences.chunks import Chunks, Sweep
-from flacompose.ops._recurrences.matrix.channel_decay.eager import Gate
-from flacompose.ops._recurrences.matrix.delta_rule import row_split
-from flacompose.ops._recurrences.matrix.delta_rule.factors import inverse, pair, pair_gradient
-from flacompose.ops._recurrences.matrix.delta_rule.row_split import Segment
-from flacompose.ops._recurrences.matrix.head_decay.eager import Decay
+from flacompose.ops._recurrences.chunks import Chunks, StatePassing
 from flacompose.ops._recurrences.matrix.inputs import Inputs
+from flacompose.ops._recurrences.matrix.segment import ChannelGates, HeadGates, Segment, Wants, inverse
 
 GATES = ("g", "gk")
 
 
-def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    return row_split.forward(inputs, _Rule)
+class DeltaRule(Segment):
+    """The tokens of a cache block, and the transition of each chunk."""
 
-
-def backward(call: BackwardCall[Inputs]) -> Gradients:
-    """The gradients that `call` wants."""
     of_states = ("q", "k", "a", "beta", *GATES)
-    made, d_initial_state = row_split.gradients(call, _Rule, _segment_gradients, of_states)
-    if "beta" in made:
-        made["beta"] = made["beta"].squeeze(-1)
-    return call.made(
-        **made, g=lambda: made["gates"].sum(-1), gk=made.get("gates"), initial_state=d_initial_state
-    )
-
-
-def _segment_gradients(
-    call: BackwardCall[Inputs],
-    rule: _Rule,
-    do: Tensor,
-    written: tuple[Tensor, Tensor] | None,
-    backwards: Sweep,
-) -> dict[str, Tensor]:
-    """The wanted gradients of a cache block's tokens, in chunks, by input name and "gates"."""
-    wants, made = call.wants, {}
-    if wants("k", "a", "v", "beta", "initial_state", *GATES):
-        dS, solved = rule.gradients_of_states(do, backwards)
-        dv = rule.beta * solved
-    if wants("v"):
-        made["v"] = dv
-    if written is not None:
-        S, u = written
-    if wants("beta"):
-        made["beta"] = (solved * rule.errors(S, u)).sum(-1, True)
-    # Two reads of the state: by queries, with the gradient do, and by `a`, before the keys write, with -dv.
-    if wants("q", "k", "a", *GATES):
-        dq_read = rule.read(do @ S.mT)
-        of_q = pair_gradient(rule.q, rule.k, rule.P, (do @ u.mT).tril(), rule.gate)
-    if wants("k", "a", *GATES):
-        minus_dv = -dv
-        dk_read, dk_write = rule.read_a(minus_dv @ S.mT), rule.write(u @ dS.mT)
-        of_k = pair_gradient(rule.a, rule.k, rule.A, (minus_dv @ u.mT).tril(-1), rule.gate_a)
-    if wants(*GATES):
-        reads, reads_of_a, writes = rule.q * dq_read, rule.a * dk_read, rule.k * dk_write
-        total = rule.gate.total * (S * dS).sum(-1).unsqueeze(-2)
-        if rule.gate.total.shape[-1] != rule.k.shape[-1]:
-            of_head = (x.sum(-1, keepdim=True) for x in (reads, reads_of_a, writes, total))
-            reads, reads_of_a, writes, total = of_head
-        if rule.gate_a is rule.gate:
-            exponents = pytree.tree_map(torch.add, of_q.exponents, of_k.exponents)
-            made["gates"] = rule.gate.gradient(exponents, reads + reads_of_a, writes, total)
-        else:
-            zeros = torch.zeros_like(writes), torch.zeros_like(total)
-            made["gates"] = rule.gate.gradient(of_q.exponents, reads, writes, total)
-            made["gates"] = made["gates"] + rule.gate_a.gradient(of_k.exponents, reads_of_a, *zeros)
-    if wants("q"):
-        made["q"] = rule.of_group(dq_read + of_q.a) * rule.scale
-    if wants("k"):
-        reads = dk_read + dk_write + of_q.b + of_k.a if call.inputs.a is None else dk_write + of_q.b
-        made["k"] = rule.of_group(reads + of_k.b)
-    if wants("a"):
-        made["a"] = rule.of_group(dk_read + of_k.a)
-    return made
-
-
-class _Rule(Segment):
-    """The tokens of a cache block in chunks, ``[B, H, n, R, C, D]``, and the transition of each chunk."""
 
     def __init__(self, inputs: Inputs, chunks: Chunks) -> None:
-        q, k, v, beta, a = inputs.q, inputs.k, inputs.v, inputs.beta, inputs.a
-        assert beta is not None
-        self.scale, read_before = inputs.scale, inputs.read_before
-        super().__init__(chunks, q, v, _gate(inputs, chunks, read_before=False))
-        self.gate_a = _gate(inputs, chunks, read_before) if read_before else self.gate
-        self.k, self.beta = self.split(k), self.split(beta.unsqueeze(-1))
-        self.a = self.k if a is None else self.split(a)
-        self.A = pair(self.a, self.k, self.gate_a, -1)
+        super().__init__(inputs, chunks)
+        assert inputs.beta is not None
+        self.beta = self.split(inputs.beta.unsqueeze(-1))
+        self.a = self.k if inputs.a is None else self.split(inputs.a)
+        g = None if inputs.g is None else self.split(inputs.g.unsqueeze(-1))
+        gk = None if inputs.gk is None else self.split(inputs.gk)
+
+        def gates(read_before: bool) -> HeadGates | ChannelGates:
+            if gk is None:
+                return HeadGates(g, self.q, read_before)
+            return ChannelGates(gk if g is None else gk + g, read_before)
+
+        self.gates = gates(read_before=False)
+        self.gates_of_a = gates(read_before=True) if inputs.read_before else self.gates
+        self.P = self.gates.pairs(self.q, self.k)
+        self.A = self.gates_of_a.pairs(self.a, self.k, -1)
         self.Y = inverse(self.beta * self.A)
-        self.k_read, self.k_write = self.read_a(self.a), self.write(self.k)
+        self.a_read, self.k_write = self.a * self.gates_of_a.read, self.write(self.k)
 
-    @cached_property
-    def q(self) -> Tensor:
-        return self.split(self._q) * self.scale
+    def states(self, passing: StatePassing) -> tuple[Tensor, ...]:
+        """The state before each chunk, and the updates ``u`` of the tokens."""
+        system = self.Y, self.beta * self.v, -self.beta * self.a_read, self.k_write
+        return self.solve_states(passing, None, self.gates.total.mT, *system)
 
-    @cached_property
-    def P(self) -> Tensor:
-        return pair(self.q, self.k, self.gate)
-
-    def outputs(self, S: Tensor, u: Tensor) -> Tensor:
+    def outputs(self, *states: Tensor) -> Tensor:
+        S, u = states
         return self.read(self.q) @ S + self.P @ u
 
-    def read_a(self, x: Tensor) -> Tensor:
-        return x * self.gate_a.read
-
-    def of_group(self, x: Tensor) -> Tensor:
-        """The gradient of queries or keys that `n` heads of values share: the sum over these heads."""
-        return x.sum(2, True) if x.shape[2] > 1 else x
-
-    def errors(self, S: Tensor, u: Tensor) -> Tensor:
-        """``v_t - S*^T a_t``: the error of each value."""
-        return self.v - self.k_read @ S - self.A @ u
-
-    def states(self, sweep: Sweep) -> tuple[Tensor, Tensor]:
-        """The state before each chunk, and the updates ``u`` of the tokens."""
-        return self.sweep(sweep, self.Y, self.beta * self.v, -self.beta * self.k_read, self.k_write)
-
-    def gradients_of_states(self, do: Tensor, sweep: Sweep) -> tuple[Tensor, Tensor]:
-        """The gradient of the state after each chunk, and ``Y^T du``, which is ``dv / beta``."""
-        x, added = self.P.mT @ do, self.read(self.q).mT @ do
-        return self.sweep(sweep, self.Y.mT, x, self.k_write, -self.beta * self.k_read, added)
-
-
-def _gate(inputs: Inputs, chunks: Chunks, read_before: bool) -> Gate | Decay:
-    q, g, gk = inputs.q, inputs.g, inputs.gk
-    if gk is None:
-        return Decay(chunks, q, g, None, read_before)
-
-    def split(x: Tensor) -> Tensor:
-        return chunks.split(x).unflatten(1, (q.shape[2], -1))
-
-    gates = split(gk)
-    return Gate(gates if g is None else gates + split(g.unsqueeze(-1)), read_before)
+    def gradients(
+        self, wants: Wants, do: Tensor, states: tuple[Tensor, ...], backwards: StatePassing
+    ) -> dict[str, Tensor]:
+        made, gates, inputs = {}, self.gates, self.inputs
+        if wants("k", "a", "v", "beta", "initial_state", *GATES):
+            # `solved` is ``Y^T du``.
+            system = self.Y.mT, self.P.mT @ do, self.k_write, -self.beta * self.a_read
+            dS, solved = self.solve_states(backwards, self.read(self.q).mT @ do, gates.total.mT, *system)
+            dv = self.beta * solved
+        if wants("v"):
+            made["v"] = dv
+        if states:
+            S, u = states
+        if wants("beta"):
+            made["beta"] = (solved * (self.v - self.a_read @ S - self.A @ u)).sum(-1, True)
+        # Two reads of the state: by queries, with the gradient do, and by `a`, before the keys write, with -dv.
+        if wants("q", "k", "a", *GATES):
+            dq_read = self.read(do @ S.mT)
+            of_q = gates.pair_gradient(self.q, self.k, self.P, (do @ u.mT).tril())
+        if wants("k", "a", *GATES):
+            da_read, dk_write = -dv @ S.mT * self.gates_of_a.read, self.write(u @ dS.mT)
+            of_a = self.gates_of_a.pair_gradient(self.a, self.k, self.A, (-dv @ u.mT).tril(-1))
+        if wants(*GATES):
+            reads, reads_of_a, writes = self.q * dq_read, self.a * da_read, self.k * dk_write
+            total = gates.total * (S * dS).sum(-1).unsqueeze(-2)
+            if self.gates_of_a is gates:
+                exponents = pytree.tree_map(torch.add, of_q.exponents, of_a.exponents)
+                dg = gates.gradient(exponents, reads + reads_of_a, writes, total)
+            else:
+                zeros = torch.zeros_like(writes), torch.zeros_like(total)
+                dg = gates.gradient(of_q.exponents, reads, writes, total)
+                dg = dg + self.gates_of_a.gradient(of_a.exponents, reads_of_a, *zeros)
+            made |= {name: dg if name == "gk" else dg.sum(-1, True) for name in GATES if wants(name)}
+        if wants("q"):
+            made["q"] = self.of_group(dq_read + of_q.a) * inputs.scale
+        if wants("k"):
+            dk = da_read + dk_write + of_q.b + of_a.a if inputs.a is None else dk_write + of_q.b
+            made["k"] = self.of_group(dk + of_a.b)
+        if wants("a"):
+            made["a"] = self.of_group(da_read + of_a.a)
+        return made

@@ -8,8 +8,8 @@
     dq, dk, gradients of sums of gates     gate gradients        head_decay_gradient_kernel       gradients.py
     dg, dbeta                              gate gradients        head_gate_gradient_kernel        gates_of_heads.py
 
-"Gate gradients" are those of `g`, `g_gamma` and `beta`. `backward` and `Launches` choose. The kernels are the
-same on all chips.
+"Gate gradients" are those of `g`, `g_gamma` and `beta`. `backward` and `Launches.pass_states` launch them, and
+`plan` has their chunks and tiles. The kernels are the same on all chips.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flacompose.ops._recurrences.matrix.head_decay.gradients import Made, Vector
 from flacompose.ops._recurrences.matrix.head_decay.kernels import (
     Around,
     Gates,
-    Operands,
+    ReadsAndWrites,
     States,
     head_decay_state_passing_kernel,
 )
@@ -43,65 +43,64 @@ BH = 16  # heads of a program of the kernels of gates
 
 def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    sweep = Launches(inputs)
-    sweep.prepare_gates(inputs.g, inputs.g_gamma)
-    o, final_state = sweep.per_token(sweep.H, sweep.V, dtype=inputs.v.dtype), sweep.state(torch.float32)
+    launches = launches_of(inputs)
+    tokens = launches.tokens
+    o, final_state = tokens.per_token(tokens.H, tokens.V, dtype=inputs.v.dtype), tokens.state(torch.float32)
     q, k, v = map(operand, (inputs.q, inputs.k, inputs.v))
-    initial = sweep.starts(k, v, operand(inputs.initial_state))
-    sweep(q, k, v, initial=initial, out=o, final=final_state)
-    return sweep.batched(o), final_state
+    initial = launches.starts(k, v, operand(inputs.initial_state))
+    launches.pass_states(q, k, v, initial=initial, out=o, final=final_state)
+    return tokens.batched(o), final_state
 
 
 def ends(inputs: Inputs) -> tuple[Tensor, ...]:
     """``(end [N, HV, K, V], sum_g [N, HV])``."""
     assert inputs.g_gamma is None, "it is added to g before"
-    sweep = Launches(inputs)
-    sweep.prepare_gates(inputs.g, inputs.g_gamma)
-    return sweep.row.map(partial(sweep, None, operand(inputs.k), operand(inputs.v)))
+    launches = launches_of(inputs)
+    return launches.row.map(partial(launches.pass_states, None, operand(inputs.k), operand(inputs.v)))
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     wants, inputs = call.wants, call.inputs
     q, k, v, g, beta = inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta
-    gradient_of_gates = wants("g", "g_gamma", "beta")
-    sweep = Launches(inputs, gradient_of_gates, fine=wants("g_gamma"))
-    sweep.prepare_gates(inputs.g, inputs.g_gamma)
-    dq, dk = (sweep.output_of_keys(q) if wants(name) else None for name in ("q", "k"))
-    dv = sweep.per_token(sweep.H, sweep.V, dtype=v.dtype) if wants("v") else None
+    has_gate_gradients = wants("g", "g_gamma", "beta")
+    launches = launches_of(inputs, has_gate_gradients, fine=wants("g_gamma"))
+    tokens = launches.tokens
+    dq, dk = (launches.output_of_keys(q) if wants(name) else None for name in ("q", "k"))
+    dv = tokens.per_token(tokens.H, tokens.V, dtype=v.dtype) if wants("v") else None
     start = call.wanted_input("initial_state")
-    d_initial_state = None if start is None else sweep.state(start.dtype)
+    d_initial_state = None if start is None else tokens.state(start.dtype)
     q, k, v, do = map(operand, (q, k, v, call.do))
     initial_state, d_final_state = operand(inputs.initial_state), operand(call.arriving.final_state)
 
     S = dS = None
-    if gradient_of_gates:
-        S, dS = sweep.per_chunk_state(), sweep.per_chunk_state()
+    if has_gate_gradients:
+        S, dS = launches.per_chunk_state(), launches.per_chunk_state()
     if S is not None or wants("q"):
-        initial = sweep.starts(k, v, initial_state)
+        initial = launches.starts(k, v, initial_state)
         if S is not None:
-            sweep(None, k, v, initial=initial, states=S)
+            launches.pass_states(None, k, v, initial=initial, states=S)
         else:
-            sweep(do, v, k, initial=initial, out=dq, transpose=True)
-    sweeps_dk = wants("k") and dS is None
-    if sweeps_dk or dS is not None or wants("v", "initial_state"):
+            launches.pass_states(do, v, k, initial=initial, out=dq, transpose=True)
+    passes_dk = wants("k") and dS is None
+    if passes_dk or dS is not None or wants("v", "initial_state"):
         # One of these passes also computes the gradient of the initial state, or is launched for it alone.
-        initial, final = sweep.starts(q, do, d_final_state, reverse=True), d_initial_state
-        if wants("v") or not sweeps_dk:
-            sweep(k, q, do, initial=initial, out=dv, states=dS, final=final, reverse=True)
+        initial, final = launches.starts(q, do, d_final_state, reverse=True), d_initial_state
+        if wants("v") or not passes_dk:
+            launches.pass_states(k, q, do, initial=initial, out=dv, states=dS, final=final, reverse=True)
             final = None
-        if sweeps_dk:
-            sweep(v, do, q, initial=initial, out=dk, final=final, transpose=True, reverse=True)
+        if passes_dk:
+            launches.pass_states(v, do, q, initial=initial, out=dk, final=final, transpose=True, reverse=True)
 
     dg = dbeta = None
-    if gradient_of_gates:
+    if has_gate_gradients:
         assert S is not None and dS is not None
         dtype = torch.float32 if g is None or wants("g_gamma") else g.dtype
-        dg, dbeta = sweep.gradients(q, k, v, do, S, dS, dq, dk, dtype, beta if wants("beta") else None)
+        dg, dbeta = launches.gradients(q, k, v, do, S, dS, dq, dk, dtype, beta if wants("beta") else None)
     return call.made(
-        q=sweep.summed_of_keys(dq, inputs.q),
-        k=sweep.summed_of_keys(dk, inputs.k),
-        v=None if dv is None else sweep.batched(dv),
+        q=launches.summed_of_keys(dq, inputs.q),
+        k=launches.summed_of_keys(dk, inputs.k),
+        v=None if dv is None else tokens.batched(dv),
         g=dg,
         g_gamma=dg.sum((0, 1)) if dg is not None and wants("g_gamma") else None,
         beta=dbeta,
@@ -109,44 +108,31 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     )
 
 
-class Launches(MatrixSequences):
-    """The launches of one call: `prepare_gates` is the first, then those of state passing and of gradients."""
+def launches_of(inputs: Inputs, has_gate_gradients: bool = False, fine: bool = False) -> Launches:
+    """The launches of a call, after that of its gates.
 
-    def __init__(self, inputs: Inputs, gradient_of_gates: bool = False, fine: bool = False) -> None:
-        q, v, self.scale = inputs.q, inputs.v, inputs.scale
-        self.beta = operand(inputs.beta)
-        self.gradient_of_gates = gradient_of_gates
-        gated = inputs.g is not None or inputs.g_gamma is not None or gradient_of_gates
-        bfloat16 = q.dtype == torch.bfloat16
-        group, K, V = v.shape[2] // q.shape[2], q.shape[3], v.shape[3]
-        self.step = plan.step_size(bfloat16, max(K, V), gated)
-        self.fine = fine and bfloat16
-        C = plan.chunk_size(bfloat16, self.step, gradient_of_gates, group, K, V, self.fine)
-        super().__init__(q, v, inputs.cu_seqlens, self.scale, C)
-        self.parts = plan.head_parts(group)
-        programs = self.H * max(prod(self.tiles(x)) for x in (False, True))
-        steps = (self.T + self.step - 1) // self.step
-        self.row = Segments(self, steps, programs, (self.H, self.K, self.V), {"g": "sum_g"})
-        self.gates: Gates  # set by `prepare_gates`
+    These are one gate per head for all tokens, or running sums of gates, in two parts for float32 products.
+    """
+    chosen = plan.plan_of(inputs, has_gate_gradients, fine)
+    tokens = MatrixSequences(inputs.q, inputs.v, inputs.cu_seqlens, inputs.scale, chosen.C)
+    g, gamma = operand(inputs.g), operand(inputs.g_gamma)
+    is_constant = g is None and not has_gate_gradients
+    gates = Gates(gamma) if is_constant else Gates(None, *sum_gates(tokens, g, gamma))
+    return Launches(tokens, chosen, gates, operand(inputs.beta))
 
-    def prepare_gates(self, g: Tensor | None, g_gamma: Tensor | None) -> None:
-        """Either one gate per head for all tokens, or running sums of gates, in two parts for float32 products."""
-        gamma = operand(g_gamma)
-        if g is None and not self.gradient_of_gates:
-            self.gates = Gates(gamma)
-        else:
-            self.gates = Gates(None, *self.sum_gates(operand(g), gamma))
 
-    def sum_gates(self, g: Tensor | None, gamma: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return sum_gates(self, g, gamma)
+class Launches:
+    """The launches of state passing and of gradients of one call."""
 
-    def config(self, transpose: bool) -> dict[str, int]:
-        axes = self.axes(transpose)
-        return plan.sweep_config(self.chip, self.bfloat16, self.step, axes.D1, axes.D2)
+    def __init__(self, tokens: MatrixSequences, plan: plan.Plan, gates: Gates, beta: Tensor | None) -> None:
+        self.tokens, self.plan, self.gates, self.beta = tokens, plan, gates, beta
+        programs = tokens.H * max(prod(self.tiles(x)) for x in (False, True))
+        steps, state = (tokens.T + plan.step - 1) // plan.step, (tokens.H, tokens.K, tokens.V)
+        self.row = Segments(tokens, steps, programs, state, {"g": "sum_g"})
 
     def tiles(self, transpose: bool) -> tuple[int, int]:
         """The number of tiles of a state along the contracted axis and along the other."""
-        axes, config = self.axes(transpose), self.config(transpose)
+        axes, config = self.tokens.axes(transpose), self.plan.passing[transpose]
         return tile_count(axes.D1, config["BD1"]), tile_count(axes.D2, config["BD2"])
 
     def output_of_keys(self, q: Tensor) -> Tensor:
@@ -154,29 +140,28 @@ class Launches(MatrixSequences):
 
         It has the heads of values or, if gates get gradients, one head for several of these.
         """
-        if not self.gradient_of_gates:
-            return self.per_token(self.H, self.K, dtype=q.dtype if q.shape[2] == self.H else torch.float32)
-        return self.per_token(
-            q.shape[2] * self.parts, self.K, dtype=q.dtype if self.parts == 1 else torch.float32
-        )
+        plan, H = self.plan, q.shape[2]
+        parts = H * plan.parts if plan.has_gate_gradients else self.tokens.H
+        return self.tokens.per_token(parts, self.tokens.K, dtype=q.dtype if parts == H else torch.float32)
 
     def summed_of_keys(self, dx: Tensor | None, x: Tensor) -> Tensor | None:
         """``[B, T, H, K]``, the sum over the heads of the memory from `output_of_keys`."""
         if dx is None:
             return None
-        dx = self.batched(dx)
+        dx = self.tokens.batched(dx)
         return dx if dx.shape == x.shape else dx.unflatten(2, (x.shape[2], -1)).sum(3).to(x.dtype)
 
     def per_chunk_state(self) -> Tensor:
         """Memory for a state of each chunk."""
-        dtype = torch.bfloat16 if self.bfloat16 and not self.fine else torch.float32
-        return self.per_chunk(self.H, self.K, self.V, dtype=dtype)
+        tokens = self.tokens
+        dtype = torch.bfloat16 if tokens.bfloat16 and not self.plan.fine else torch.float32
+        return tokens.per_chunk(tokens.H, tokens.K, tokens.V, dtype=dtype)
 
     def starts(self, b: Tensor, x: Tensor, initial: Tensor | None, reverse: bool = False) -> Tensor | None:
         """The state before each segment, from the state before the sequence."""
-        return self.row.starts(partial(self, None, b, x, reverse=reverse), initial)
+        return self.row.starts(partial(self.pass_states, None, b, x, reverse=reverse), initial)
 
-    def __call__(
+    def pass_states(
         self,
         a: Tensor | None,
         b: Tensor,
@@ -191,23 +176,23 @@ class Launches(MatrixSequences):
 
         The `states` are its `States` by name; those that are not given are absent.
         """
-        tiles, columns = self.tiles(transpose)
-        programs = columns * self.row.count * self.N * self.H
+        tokens, plan, (tiles, columns) = self.tokens, self.plan, self.tiles(transpose)
+        programs = columns * self.row.count * tokens.N * tokens.H
         arguments: dict[str, Any] = {
-            "operands": Operands(a, b, x, self.beta),
+            "vectors": ReadsAndWrites(a, b, x, self.beta),
             "gates": self.gates,
             "states": States(**states),
             "around": Around() if around is None else around,
-            "axes": self.axes(transpose),
+            "axes": tokens.axes(transpose),
             "HA": b.shape[2],
             "HX": x.shape[2],
             "SEGMENTS": self.row.count,
-            "C": self.step,
-            "CS": self.C,
+            "C": plan.step,
+            "CS": plan.C,
             "REVERSE": reverse,
-            "FINE": self.fine and "states" in states,
-            **self.arguments,
-            **self.config(transpose),
+            "FINE": plan.fine and "states" in states,
+            **tokens.arguments,
+            **plan.passing[transpose],
         }
 
         def run(out: Tensor | None, partial: Tensor | None = None, tile: int | None = None) -> None:
@@ -224,11 +209,11 @@ class Launches(MatrixSequences):
             partial = None
             for tile in range(tiles):
                 last, shape = tile == tiles - 1, out.shape[-2:]
-                total = out if last else self.per_token(*shape, dtype=torch.float32, every=True)
+                total = out if last else tokens.per_token(*shape, dtype=torch.float32, every=True)
                 run(total, partial, tile)
                 partial = total
         else:
-            shares = self.per_token(tiles, *out.shape[-2:], dtype=torch.float32)
+            shares = tokens.per_token(tiles, *out.shape[-2:], dtype=torch.float32)
             run(shares)
             first, second = shares.unbind(-3)
             torch.add(first, second, out=out)  # PyTorch's sum over two takes twice as long
@@ -250,23 +235,23 @@ class Launches(MatrixSequences):
 
         Fills `dq` and `dk`, if given.
         """
-        H, config = q.shape[2], plan.gradient_config(self.chip, self.bfloat16, self.K, self.fine)
-        tiles, blocks = tile_count(self.K, config["BK"]), self.C // config["BC"]
-        group = self.H // (H * self.parts)
+        tokens, plan, H = self.tokens, self.plan, q.shape[2]
+        tiles, blocks = tile_count(tokens.K, plan.gradient["BK"]), plan.C // plan.gradient["BC"]
+        group = tokens.H // (H * plan.parts)
         shared = blocks > 1 and group > 1  # pairs between blocks are added up over heads too
-        d_sums = self.per_chunk((3 + blocks) * tiles, self.H, self.C)
-        d_total = self.per_chunk(self.H, blocks * tiles)
-        d_beta = None if beta is None else self.per_chunk((2 + shared) * tiles, self.H, self.C)
-        grid = (tiles * blocks * self.chunks * (H * self.parts),)
+        d_sums = tokens.per_chunk((3 + blocks) * tiles, tokens.H, plan.C)
+        d_total = tokens.per_chunk(tokens.H, blocks * tiles)
+        d_beta = None if beta is None else tokens.per_chunk((2 + shared) * tiles, tokens.H, plan.C)
+        grid = (tiles * blocks * tokens.chunks * (H * plan.parts),)
         made = Made(dq, dk, d_sums, d_total, d_beta)
         tensors = Vectors(q, k, v, do, self.beta), self.gates, S, dS, made
-        sizes = self.arguments | {"H": H, "HV": self.H, "K": self.K, "V": self.V, "C": self.C}
-        sizes |= {"GROUP": group, "SHARED": shared, "FINE": self.fine}
-        launch(head_decay_gradient_kernel, grid, *tensors, **sizes, **config)
-        dbeta = None if beta is None else self.per_token(self.H, dtype=beta.dtype)
-        kinds = (2 * tiles, tiles, tiles)
-        dg = gate_gradient(self, d_sums, kinds, d_total, self.scale, dtype, d_beta, dbeta, blocks, shared)
-        return dg, None if dbeta is None else self.batched(dbeta)
+        sizes = tokens.arguments | {"H": H, "HV": tokens.H, "K": tokens.K, "V": tokens.V, "C": plan.C}
+        sizes |= {"GROUP": group, "SHARED": shared, "FINE": plan.fine}
+        launch(head_decay_gradient_kernel, grid, *tensors, **sizes, **plan.gradient)
+        dbeta = None if beta is None else tokens.per_token(tokens.H, dtype=beta.dtype)
+        kinds, scale = (2 * tiles, tiles, tiles), tokens.arguments["scale"]
+        dg = gate_gradient(tokens, d_sums, kinds, d_total, scale, dtype, d_beta, dbeta, blocks, shared)
+        return dg, None if dbeta is None else tokens.batched(dbeta)
 
 
 def sum_gates(

@@ -3,8 +3,8 @@
 The output and three gradients are one sum, with the roles of q, k, v and do exchanged, forwards or backwards
 in time:
 
-    o  = sweep(q, k, v)             dv = sweep(k, q, do), backwards
-    dq = sweep(do, v, k)            dk = sweep(v, do, q), backwards
+    o  = pass(q, k, v)              dv = pass(k, q, do), backwards
+    dq = pass(do, v, k)             dk = pass(v, do, q), backwards
 
 The gradients of gates need the state before each chunk and the gradient of the state after it. Two passes
 store these, and the second one computes dv as well. Then a kernel of `gradients` computes all other gradients
@@ -32,7 +32,9 @@ from flacompose.ops._tiles.blocks import (
 )
 
 
-class Operands(NamedTuple):
+class ReadsAndWrites(NamedTuple):
+    """The state is read with `a`, and ``b x^T`` is written to it."""
+
     a: Any  # [tokens, HA, D1]
     b: Any  # [tokens, HA, D1]
     x: Any  # [tokens, HX, D2]
@@ -113,7 +115,7 @@ def _load_sums(sums, rest, row0, chunk, h, H, C: tl.constexpr, CS: tl.constexpr)
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HA", "HX", "SEGMENTS", "first_tile", "scale"])
 def head_decay_state_passing_kernel(
-    operands,  # `Operands`
+    vectors,  # `ReadsAndWrites`
     gates,  # `Gates`
     states,  # `States`, each of which may be None
     around,  # `Around`, likewise
@@ -153,7 +155,7 @@ def head_decay_state_passing_kernel(
     The tile is held transposed, as the left factor of products, which stays in registers, and as a tuple of
     parts of `BP` rows, so that the registers hold one part at a time in the dtype of products.
     """
-    a, b, x, beta = operands
+    a, b, x, beta = vectors
     gamma, sums, rest = gates
     initial, before, ends, final, sum_g = states
     skip, E, step, z, z_token, do, dy, dz, d_skip = around

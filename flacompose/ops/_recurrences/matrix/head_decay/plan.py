@@ -2,8 +2,39 @@
 
 from __future__ import annotations
 
-from flacompose.ops._launch.chip import Chip
+from typing import NamedTuple
+
+import torch
+
+from flacompose.ops._launch.chip import Chip, chip_of
 from flacompose.ops._launch.operands import block, tile_count
+from flacompose.ops._recurrences.matrix.inputs import Inputs
+
+
+class Plan(NamedTuple):
+    """The choices of one call."""
+
+    has_gate_gradients: (
+        bool  # whether `g`, `g_gamma` or `beta` get gradients, from the state before each chunk
+    )
+    fine: bool  # whether these states are float32, although the inputs are bfloat16
+    step: int  # tokens of a step of state passing
+    C: int  # tokens of a chunk
+    parts: int  # of the heads of values that share queries and keys
+    passing: tuple[dict[str, int], dict[str, int]]  # state passing, and with the state transposed
+    gradient: dict[str, int]
+
+
+def plan_of(inputs: Inputs, has_gate_gradients: bool = False, fine: bool = False) -> Plan:
+    q, (HV, V) = inputs.q, inputs.v.shape[2:]
+    chip, bfloat16, (H, K) = chip_of(q.device), q.dtype == torch.bfloat16, q.shape[2:]
+    fine = fine and bfloat16
+    gated = inputs.g is not None or inputs.g_gamma is not None or has_gate_gradients
+    step = step_size(bfloat16, max(K, V), gated)
+    C = chunk_size(bfloat16, step, has_gate_gradients, HV // H, K, V, fine)
+    passing = tuple(state_passing_config(chip, bfloat16, step, *D) for D in ((K, V), (V, K)))
+    gradient = gradient_config(chip, bfloat16, K, fine)
+    return Plan(has_gate_gradients, fine, step, C, head_parts(HV // H), (passing[0], passing[1]), gradient)
 
 
 def head_parts(group: int) -> int:
@@ -44,7 +75,7 @@ def chunk_size(
     return 128 if bfloat16 and not V <= 64 < K else 64
 
 
-def sweep_config(chip: Chip, bfloat16: bool, C: int, D1: int, D2: int) -> dict[str, int]:
+def state_passing_config(chip: Chip, bfloat16: bool, C: int, D1: int, D2: int) -> dict[str, int]:
     """Block sizes of the contracted axis, of the other, and of the parts of the former; warps, pipeline stages.
 
     In bfloat16, tiles of the contracted axis have equal sizes, multiples of 64, so that there is little

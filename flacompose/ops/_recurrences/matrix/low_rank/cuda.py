@@ -52,11 +52,12 @@ OF_KEYS = ("q", "k", "a", "b")
 
 def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    rule = _Launches(inputs)
-    factors = rule.factors()
-    o, final_state = rule.per_token(rule.H, rule.V, dtype=inputs.v.dtype), rule.state(torch.float32)
+    launches = _Launches(inputs)
+    tokens = launches.tokens
+    factors = launches.factors()
+    o, final_state = tokens.per_token(tokens.H, tokens.V, dtype=inputs.v.dtype), tokens.state(torch.float32)
     state_passing.forwards(factors, o=o, final=final_state)
-    return rule.batched(o), final_state
+    return tokens.batched(o), final_state
 
 
 def ends(inputs: Inputs) -> tuple[Tensor, ...]:
@@ -67,17 +68,18 @@ def ends(inputs: Inputs) -> tuple[Tensor, ...]:
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     of_vectors = call.wants(*OF_KEYS, "gk")
-    rule = _Launches(call.inputs)
-    factors = rule.factors(backward=of_vectors)
+    launches = _Launches(call.inputs)
+    tokens = launches.tokens
+    factors = launches.factors(backward=of_vectors)
     do, d_final_state = operand(call.do), operand(call.arriving.final_state)
     start = call.wanted_input("initial_state")
-    d_initial_state = None if start is None else rule.state(start.dtype)
-    dv = rule.per_token(rule.H, rule.V, dtype=rule.dtype)
+    d_initial_state = None if start is None else tokens.state(start.dtype)
+    dv = tokens.per_token(tokens.H, tokens.V, dtype=tokens.dtype)
     if not of_vectors:
         state_passing.backwards(factors, do, d_final_state, dv=dv, d_initial=d_initial_state)
-        return call.made(v=rule.batched(dv), initial_state=d_initial_state)
-    u, du = scratch(rule, rule.V), scratch(rule, rule.V)
-    S, dS = rule.per_chunk_state(), rule.per_chunk_state()
+        return call.made(v=tokens.batched(dv), initial_state=d_initial_state)
+    u, du = scratch(tokens, tokens.V), scratch(tokens, tokens.V)
+    S, dS = tokens.per_chunk_state(), tokens.per_chunk_state()
     backwards = {"dv": dv, "du": du, "d_states": dS, "d_initial": d_initial_state}
     if factors.plan.has_few_programs:
         state_passing.both_directions(factors, do, d_final_state, r=u, states=S, **backwards)
@@ -85,15 +87,15 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         state_passing.forwards(factors, r=u, states=S)
         state_passing.backwards(factors, do, d_final_state, **backwards)
     del factors  # which only state passing needs
-    made = rule.gradients(do, u, du, S, dS, gates=call.wants("gk"))
-    return call.made(**made, v=rule.batched(dv), initial_state=d_initial_state)
+    made = launches.gradients(do, u, du, S, dS, gates=call.wants("gk"))
+    return call.made(**made, v=tokens.batched(dv), initial_state=d_initial_state)
 
 
-class _Launches(MatrixSequences):
+class _Launches:
     """The launches of one call, but for those of state passing."""
 
     def __init__(self, inputs: Inputs) -> None:
-        super().__init__(inputs.q, inputs.v, inputs.cu_seqlens, inputs.scale, CHUNK)
+        self.tokens = tokens = MatrixSequences(inputs.q, inputs.v, inputs.cu_seqlens, inputs.scale, CHUNK)
         self.scale = inputs.scale
         self.vectors = Vectors(*(operand(getattr(inputs, name)) for name in Vectors._fields))
         self.values = operand(inputs.v)
@@ -101,48 +103,54 @@ class _Launches(MatrixSequences):
         self.gated = inputs.gk is not None
         # Without gates, reads before and after the decay are the same.
         self.order = {"READ_BEFORE": inputs.read_before and self.gated}
-        self.common = {**self.positions, "H": self.H, "DOT": self.arguments["DOT"]}
+        self.common = {**tokens.positions, "H": tokens.H, "DOT": tokens.arguments["DOT"]}
         # Without gates the vectors decayed to the chunk's middle are the vectors themselves.
         self.at_middle = self.vectors._replace(gk=None)
-        self.mild_gradient: Tensor | None = None
+        self.factorisable_tiles: Tensor | None = None
 
     def factors(self, backward: bool = False) -> state_passing.Factors:
         """The operands of state passing and, for the `backward`, the vectors of the gradient kernels."""
-        P, *stored = (self.per_chunk(self.H, self.C, self.C, dtype=self.dtype) for _ in range(4))
-        products = Products(*stored, *(x.new_empty(x.shape) if self.bfloat16 else None for x in stored))
-        mild = self.per_chunk(self.H, dtype=torch.int8) if self.gated else None
-        tensors: dict[str, Any] = {"vectors": self.vectors, "products": products, "mild": mild, "K": self.K}
+        tokens = self.tokens
+        P, *stored = (tokens.per_chunk(tokens.H, tokens.C, tokens.C, dtype=tokens.dtype) for _ in range(4))
+        products = Products(*stored, *(x.new_empty(x.shape) if tokens.bfloat16 else None for x in stored))
+        marks = tokens.per_chunk(tokens.H, dtype=torch.int8) if self.gated else None
+        tensors: dict[str, Any] = {
+            "vectors": self.vectors,
+            "products": products,
+            "factorisable_chunks": marks,
+            "K": tokens.K,
+        }
         launch_by_gates(
             low_rank_product_kernel,
-            self.chunks * self.H,
+            tokens.chunks * tokens.H,
             {**tensors, "P": P, "scale": self.scale},
             self.order,
             self.common,
-            plan.pair_config(self.bfloat16, self.K),
+            plan.pair_config(tokens.bfloat16, tokens.K),
             gated=self.gated,
         )
-        made = Factors(*(scratch(self, self.K) for _ in Factors._fields))
+        made = Factors(*(scratch(tokens, tokens.K) for _ in Factors._fields))
         self.pairs: dict[str, Tensor] = {"Y": products.Y, "X": products.X}
-        config = plan.factor_config(self.bfloat16)
-        tiles = tile_count(self.K, config["BK"])
+        config = plan.factor_config(tokens.bfloat16)
+        tiles = tile_count(tokens.K, config["BK"])
         middle = Vectors(*[None] * 4)
-        total = self.per_chunk(self.H, self.K) if self.gated else None
+        total = tokens.per_chunk(tokens.H, tokens.K) if self.gated else None
         if self.gated and backward:
-            middle = self.at_middle = Vectors(*(scratch(self, self.K) for _ in OF_KEYS))
-            self.mild_gradient = self.per_chunk(self.H, tiles, dtype=torch.int8)
-        tensors |= {"factors": made, "middle": middle, "mild_gradient": self.mild_gradient}
+            middle = self.at_middle = Vectors(*(scratch(tokens, tokens.K) for _ in OF_KEYS))
+            self.factorisable_tiles = tokens.per_chunk(tokens.H, tiles, dtype=torch.int8)
+        tensors |= {"factors": made, "middle": middle, "factorisable_tiles": self.factorisable_tiles}
         launch_by_gates(
             low_rank_factor_kernel,
-            tiles * self.chunks * self.H,
+            tiles * tokens.chunks * tokens.H,
             {**tensors, "total": total},
             self.order,
             self.common,
             config,
             gated=self.gated,
         )
-        passing, (v, v_token) = plan_state_passing(self, low_rank=True), self.v_by_token
+        passing, (v, v_token) = plan_state_passing(tokens, low_rank=True), self.v_by_token
         return state_passing.Factors(
-            self, passing, v, v_token, self.initial, q=made.Q, k=made.W_a, W=made.W, b=made.b_write, P=P,
+            tokens, passing, v, v_token, self.initial, q=made.Q, k=made.W_a, W=made.W, b=made.b_write, P=P,
             Y=products.M, total=total,
         )  # fmt: skip
 
@@ -150,16 +158,17 @@ class _Launches(MatrixSequences):
         self, do: Tensor, u: Tensor, du: Tensor, S: Tensor, dS: Tensor, gates: bool
     ) -> dict[str, Tensor]:
         """The gradients of all vectors and, if wanted, of gates, by the names of the inputs."""
-        H, K, C = self.H, self.K, self.C
-        z = scratch(self, self.V)
-        parts = 2 if self.bfloat16 else 1  # parts of the gradients of the pairs of `a`
+        tokens = self.tokens
+        H, K, C = tokens.H, tokens.K, tokens.C
+        z = scratch(tokens, tokens.V)
+        parts = 2 if tokens.bfloat16 else 1  # parts of the gradients of the pairs of `a`
         products = {
-            "pairs": self.per_chunk(H, 2 + 2 * parts, C, C, dtype=self.dtype),
-            "diagonal": self.per_chunk(H, 2, C),
+            "pairs": tokens.per_chunk(H, 2 + 2 * parts, C, C, dtype=tokens.dtype),
+            "diagonal": tokens.per_chunk(H, 2, C),
         }
         launch(
             low_rank_product_gradient_kernel,
-            (2 * self.chunks * H,),
+            (2 * tokens.chunks * H,),
             **self.pairs,
             u=u,
             v=self.values,
@@ -168,36 +177,40 @@ class _Launches(MatrixSequences):
             z=z,
             **products,
             **self.common,
-            V=self.V,
+            V=tokens.V,
             scale=self.scale,
-            **plan.pair_gradient_config(self.bfloat16),
+            **plan.pair_gradient_config(tokens.bfloat16),
         )
         self.pairs.clear()
-        config = plan.gradient_config(self.chip, self.bfloat16, self.V)
+        config = plan.gradient_config(tokens.chip, tokens.bfloat16, tokens.V)
         tiles = tile_count(K, config["BK"])
-        made = {name: self.per_token(H, K, dtype=self.dtype) for name in OF_KEYS}
+        made = {name: tokens.per_token(H, K, dtype=tokens.dtype) for name in OF_KEYS}
         of_writes = None
         if gates:
             gk = self.vectors.gk
             assert gk is not None
-            made["gk"] = self.per_token(H, K, dtype=gk.dtype)
-            of_writes = torch.empty(*self.tokens, H, K, dtype=torch.float32, device=self.device)
+            made["gk"] = tokens.per_token(H, K, dtype=gk.dtype)
+            of_writes = torch.empty(*tokens.tokens, H, K, dtype=torch.float32, device=tokens.device)
         for kernel, more, filled in (
             (low_rank_write_gradient_kernel, {"u": u, "v": self.values, "d_states": dS}, ("b", "k")),
             (low_rank_read_gradient_kernel, {"do": do, "z": z, "scale": self.scale}, ("q", "a", "gk")),
         ):
             launch_by_gates(
                 kernel,
-                tiles * self.chunks * H,
-                {"vectors": self.vectors, "middle": self.at_middle, "mild": self.mild_gradient},
+                tiles * tokens.chunks * H,
+                {
+                    "vectors": self.vectors,
+                    "middle": self.at_middle,
+                    "factorisable_tiles": self.factorisable_tiles,
+                },
                 more,
                 products,
                 {"states": S, "of_writes": of_writes},
                 {f"d{name}": made.get(name) for name in filled},
-                {"K": K, "V": self.V},
+                {"K": K, "V": tokens.V},
                 self.order,
                 self.common,
                 config,
                 gated=self.gated,
             )
-        return {name: self.batched(x) for name, x in made.items()}
+        return {name: tokens.batched(x) for name, x in made.items()}

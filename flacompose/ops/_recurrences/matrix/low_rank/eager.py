@@ -13,131 +13,86 @@ Backwards in time ``z``, the gradient of ``u``, obeys the transposed equations, 
 the state after the chunk and the queries are scaled, ``(I - A_ab)^T z = A_qb^T do + b_write dS``. The state
 then has two reads, by queries, with the gradient do, and by ``a``, with ``z``; and two writes, by ``b``, with
 ``u``, and by keys, with ``v``.
-
-As in the delta rule, the tokens are processed in cache blocks, and everything is functional, differentiable
-PyTorch.
 """
 
 from __future__ import annotations
-
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from flacompose._torch import pytree
-from flacompose.ops._operators.signature import BackwardCall, Gradients
-from flacompose.ops._recurrences.chunks import Chunks, Sweep
-from flacompose.ops._recurrences.matrix.channel_decay.eager import Gate
-from flacompose.ops._recurrences.matrix.delta_rule import row_split
-from flacompose.ops._recurrences.matrix.delta_rule.factors import inverse, pair, pair_gradient
-from flacompose.ops._recurrences.matrix.delta_rule.row_split import Segment
-from flacompose.ops._recurrences.matrix.head_decay.eager import Decay
+from flacompose.ops._recurrences.chunks import Chunks, StatePassing
 from flacompose.ops._recurrences.matrix.inputs import Inputs
+from flacompose.ops._recurrences.matrix.segment import ChannelGates, HeadGates, Segment, Wants, inverse
 
 
-def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    return row_split.forward(inputs, _Rule)
+class LowRank(Segment):
+    """The tokens of a cache block, and the transition of each chunk."""
 
-
-def backward(call: BackwardCall[Inputs]) -> Gradients:
-    """The gradients that `call` wants."""
-    made, d_initial_state = row_split.gradients(call, _Rule, _segment_gradients, ("q", "a", "k", "b", "gk"))
-    return call.made(**made, initial_state=d_initial_state)
-
-
-def _segment_gradients(
-    call: BackwardCall[Inputs],
-    rule: _Rule,
-    do: Tensor,
-    written: tuple[Tensor, Tensor] | None,
-    backwards: Sweep,
-) -> dict[str, Tensor]:
-    """The wanted gradients of a cache block's tokens, in chunks, by the names of the inputs."""
-    wants, made = call.wants, {}
-    if wants("a", "k", "v", "b", "gk", "initial_state"):
-        dS, z = rule.gradients_of_states(do, backwards)
-    if wants("v"):
-        made["v"] = rule.A_qk.mT @ do + rule.A_ak.mT @ z + rule.write(rule.k) @ dS
-    if written is None:
-        return made
-    # Two reads of the state, by queries, with the gradient do, and by `a`, with z; two writes, by `b` and by
-    # keys.
-    S, u = written
-    dq_read = rule.read(do @ S.mT)
-    of_qb = pair_gradient(rule.q, rule.b, rule.A_qb, (do @ u.mT).tril(), rule.gate)
-    of_qk = pair_gradient(rule.q, rule.k, rule.A_qk, (do @ rule.v.mT).tril(), rule.gate)
-    if wants("q"):
-        made["q"] = (dq_read + of_qb.a + of_qk.a) * rule.scale
-    if not wants("a", "k", "b", "gk"):
-        return made
-    da_read = rule.read_a(z @ S.mT)
-    db_write, dk_write = rule.write(u @ dS.mT), rule.write(rule.v @ dS.mT)
-    of_ab = pair_gradient(rule.a, rule.b, rule.A_ab, (z @ u.mT).tril(-1), rule.gate_a)
-    of_ak = pair_gradient(rule.a, rule.k, rule.A_ak, (z @ rule.v.mT).tril(-1), rule.gate_a)
-    gradients = {
-        "a": da_read + of_ab.a + of_ak.a,
-        "b": db_write + of_qb.b + of_ab.b,
-        "k": dk_write + of_qk.b + of_ak.b,
-    }
-    if wants("gk"):
-        of_q, of_a = (
-            pytree.tree_map(torch.add, x.exponents, y.exponents) for x, y in ((of_qb, of_qk), (of_ab, of_ak))
-        )
-        total = rule.gate.total * (S * dS).sum(-1).unsqueeze(-2)
-        writes, reads_of_a = rule.b * db_write + rule.k * dk_write, rule.a * da_read
-        made["gk"] = rule.gate.gradient(of_q, rule.q * dq_read, writes, total)
-        made["gk"] = made["gk"] + rule.gate_a.gradient(
-            of_a, reads_of_a, torch.zeros_like(writes), torch.zeros_like(total)
-        )
-    return made | {name: x for name, x in gradients.items() if wants(name)}
-
-
-class _Rule(Segment):
-    """The tokens of a cache block in chunks, ``[B, H, 1, R, C, D]``, and the transition of each chunk."""
+    of_states = ("q", "a", "k", "b", "gk")
 
     def __init__(self, inputs: Inputs, chunks: Chunks) -> None:
-        q, k, v, a, b, gk = inputs.q, inputs.k, inputs.v, inputs.a, inputs.b, inputs.gk
-        self.scale, read_before = inputs.scale, inputs.read_before
-        assert a is not None and b is not None
-
-        def gate(before: bool) -> Gate | Decay:
-            if gk is None:
-                return Decay(chunks, q, None, None)
-            return Gate(chunks.split(gk).unsqueeze(2), read_before=before)
-
-        super().__init__(chunks, q, v, gate(before=False))
-        self.gate_a = gate(before=True) if read_before else self.gate
-        self.k, self.a, self.b = map(self.split, (k, a, b))
-        self.A_ab = pair(self.a, self.b, self.gate_a, -1)
-        self.A_ak = pair(self.a, self.k, self.gate_a, -1)
-        self.Y = inverse(-self.A_ab)
-
-    @cached_property
-    def q(self) -> Tensor:
-        return self.split(self._q) * self.scale
-
-    @cached_property
-    def A_qb(self) -> Tensor:
-        return pair(self.q, self.b, self.gate)
-
-    @cached_property
-    def A_qk(self) -> Tensor:
-        return pair(self.q, self.k, self.gate)
-
-    def outputs(self, S: Tensor, u: Tensor) -> Tensor:
-        return self.read(self.q) @ S + self.A_qb @ u + self.A_qk @ self.v
+        super().__init__(inputs, chunks)
+        assert inputs.a is not None and inputs.b is not None
+        self.a, self.b = map(self.split, (inputs.a, inputs.b))
+        gk = None if inputs.gk is None else self.split(inputs.gk)
+        self.gates = HeadGates(None, self.q) if gk is None else ChannelGates(gk)
+        read_before = inputs.read_before and gk is not None
+        self.gates_of_a = ChannelGates(gk, True) if read_before and gk is not None else self.gates
+        self.A_qb, self.A_qk = (self.gates.pairs(self.q, x) for x in (self.b, self.k))
+        self.A_ab, self.A_ak = (self.gates_of_a.pairs(self.a, x, -1) for x in (self.b, self.k))
+        self.M = inverse(-self.A_ab)
+        self.a_read, self.b_write, self.k_write = self.read_a(self.a), self.write(self.b), self.write(self.k)
 
     def read_a(self, x: Tensor) -> Tensor:
-        return x * self.gate_a.read
+        return x * self.gates_of_a.read
 
-    def states(self, sweep: Sweep) -> tuple[Tensor, Tensor]:
+    def states(self, passing: StatePassing) -> tuple[Tensor, ...]:
         """The state before each chunk, and ``u``, the reads by `a`, which `b` writes."""
-        written = self.write(self.k).mT @ self.v
-        return self.sweep(sweep, self.Y, self.A_ak @ self.v, self.read_a(self.a), self.write(self.b), written)
+        system = self.M, self.A_ak @ self.v, self.a_read, self.b_write
+        return self.solve_states(passing, self.k_write.mT @ self.v, self.gates.total.mT, *system)
 
-    def gradients_of_states(self, do: Tensor, sweep: Sweep) -> tuple[Tensor, Tensor]:
-        """The gradient of the state after each chunk, and ``z``, the gradient of ``a_read S + A_ak v``."""
-        read = self.read(self.q).mT @ do
-        return self.sweep(sweep, self.Y.mT, self.A_qb.mT @ do, self.write(self.b), self.read_a(self.a), read)
+    def outputs(self, *states: Tensor) -> Tensor:
+        S, u = states
+        return self.read(self.q) @ S + self.A_qb @ u + self.A_qk @ self.v
+
+    def gradients(
+        self, wants: Wants, do: Tensor, states: tuple[Tensor, ...], backwards: StatePassing
+    ) -> dict[str, Tensor]:
+        made, gates = {}, self.gates
+        if wants("a", "k", "v", "b", "gk", "initial_state"):
+            # ``z`` is the gradient of ``a_read S + A_ak v``.
+            system = self.M.mT, self.A_qb.mT @ do, self.b_write, self.a_read
+            dS, z = self.solve_states(backwards, self.read(self.q).mT @ do, gates.total.mT, *system)
+        if wants("v"):
+            made["v"] = self.A_qk.mT @ do + self.A_ak.mT @ z + self.k_write @ dS
+        if not states:
+            return made
+        # Two reads of the state, by queries, with the gradient do, and by `a`, with z; two writes, by `b` and by
+        # keys.
+        S, u = states
+        dq_read = self.read(do @ S.mT)
+        of_qb = gates.pair_gradient(self.q, self.b, self.A_qb, (do @ u.mT).tril())
+        of_qk = gates.pair_gradient(self.q, self.k, self.A_qk, (do @ self.v.mT).tril())
+        if wants("q"):
+            made["q"] = (dq_read + of_qb.a + of_qk.a) * self.inputs.scale
+        if not wants("a", "k", "b", "gk"):
+            return made
+        da_read = self.read_a(z @ S.mT)
+        db_write, dk_write = self.write(u @ dS.mT), self.write(self.v @ dS.mT)
+        of_ab = self.gates_of_a.pair_gradient(self.a, self.b, self.A_ab, (z @ u.mT).tril(-1))
+        of_ak = self.gates_of_a.pair_gradient(self.a, self.k, self.A_ak, (z @ self.v.mT).tril(-1))
+        made["a"] = da_read + of_ab.a + of_ak.a
+        made["b"] = db_write + of_qb.b + of_ab.b
+        made["k"] = dk_write + of_qk.b + of_ak.b
+        if wants("gk"):
+            of_q, of_a = (
+                pytree.tree_map(torch.add, x.exponents, y.exponents)
+                for x, y in ((of_qb, of_qk), (of_ab, of_ak))
+            )
+            total = gates.total * (S * dS).sum(-1).unsqueeze(-2)
+            writes, reads_of_a = self.b * db_write + self.k * dk_write, self.a * da_read
+            zeros = torch.zeros_like(writes), torch.zeros_like(total)
+            made["gk"] = gates.gradient(of_q, self.q * dq_read, writes, total)
+            made["gk"] = made["gk"] + self.gates_of_a.gradient(of_a, reads_of_a, *zeros)
+        return made

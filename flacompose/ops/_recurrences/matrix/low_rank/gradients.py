@@ -152,7 +152,7 @@ def _of_rows(d_rows, DOT: tl.constexpr):
 def low_rank_write_gradient_kernel(
     vectors,  # `Vectors`
     middle,  # `Vectors`, from `low_rank_factor_kernel`
-    mild,  # [chunks, H, tiles of K]
+    factorisable_tiles,  # [chunks, H, tiles of K]
     u,  # [tokens, H, V]
     v,  # [tokens, H, V]
     pairs,  # [chunks, H, 1 + PARTS, 2, C, C], from `low_rank_product_gradient_kernel`, like `diagonal`
@@ -170,13 +170,13 @@ def low_rank_write_gradient_kernel(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    MILD: tl.constexpr,
+    FACTORISABLE: tl.constexpr,
     READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """The gradients of `b` and of keys, for a chunk and a tile of channels.
 
-    With gates it is launched twice: with `MILD` for the tiles whose gates are factorisable, and then for the
+    With gates it is launched twice: with `FACTORISABLE` for the tiles whose gates are factorisable, and then for the
     others. The second launch adds all pairs to the gradient of gates here; the first adds only the gradients
     of sums to writes.
     """
@@ -187,7 +187,7 @@ def low_rank_write_gradient_kernel(
         return
     rh = row * H + h
     if gk is not None:
-        if (tl.load(mild + rh * tiles + tile) != 0) != MILD:
+        if (tl.load(factorisable_tiles + rh * tiles + tile) != 0) != FACTORISABLE:
             return
     first = (lo * H + h) * K
     of_values = (lo * H + h) * V
@@ -217,10 +217,10 @@ def low_rank_write_gradient_kernel(
             d_total += tl.sum(S * load_state(d_states, d, d2, K, V), 0)
         d_total *= tl.exp(tl.sum(load_gates(gk + first, *at).to(tl.float32), 0))
     # 2. The writes of `b` and keys, through the state after the chunk, and then through pairs.
-    if MILD:
+    if FACTORISABLE:
         early_row = t == C // 2 - 1
-        g, sums = load_sums(gk if gk is None else gk + first, i, size, d, H, K, DOT)
-        to_end = tl.exp(tl.sum(tl.where(t < C // 2, 0.0, g.to(tl.float32)), 0))[None, :]
+        gk_, sums = load_sums(gk if gk is None else gk + first, i, size, d, H, K, DOT)
+        to_end = tl.exp(tl.sum(tl.where(t < C // 2, 0.0, gk_.to(tl.float32)), 0))[None, :]
         db_, dk_ = _of_state(u + of_values, v + of_values, d_states, size, H, V, d, K, BV, DOT)
         db_ *= to_end
         dk_ *= to_end
@@ -239,8 +239,8 @@ def low_rank_write_gradient_kernel(
         db_ *= tl.exp(-sums)
         dk_ *= tl.exp(-sums)
     else:
-        g = load_gates(gk + first, *at)
-        to_end = tl.exp(select(s > t, g, DOT))
+        gk_ = load_gates(gk + first, *at)
+        to_end = tl.exp(select(s > t, gk_, DOT))
         db_, dk_ = _of_state(u + of_values, v + of_values, d_states, size, H, V, d, K, BV, DOT)
         db_ *= to_end
         dk_ *= to_end
@@ -253,9 +253,9 @@ def low_rank_write_gradient_kernel(
         q_ = load_tile(q + first, *at).to(tl.float32)
         for writer in range(2):
             y = tl.where(writer == 0, b_, k_)
-            _, d_y, d_gates = by_levels(q_, y, g, pairs, unused, unused, d_gates, GATES, False, DOT)
+            _, d_y, d_gates = by_levels(q_, y, gk_, pairs, unused, unused, d_gates, GATES, False, DOT)
             of_a = pairs + 2 * C * C
-            _, d_y, d_gates = by_levels(a_, y, g, of_a, unused, d_y, d_gates, GATES, READ_BEFORE, DOT, REST)
+            _, d_y, d_gates = by_levels(a_, y, gk_, of_a, unused, d_y, d_gates, GATES, READ_BEFORE, DOT, REST)
             db_ += tl.where(writer == 0, d_y, 0.0)
             dk_ += tl.where(writer == 0, 0.0, d_y)
             pairs += C * C
@@ -272,7 +272,7 @@ def low_rank_write_gradient_kernel(
 def low_rank_read_gradient_kernel(
     vectors,  # `Vectors`
     middle,  # `Vectors`, from `low_rank_factor_kernel`
-    mild,  # [chunks, H, tiles of K]
+    factorisable_tiles,  # [chunks, H, tiles of K]
     do,  # [tokens, H, V]
     z,  # [tokens, H, V]
     pairs,  # [chunks, H, 1 + PARTS, 2, C, C], from `low_rank_product_gradient_kernel`, like `diagonal`
@@ -291,7 +291,7 @@ def low_rank_read_gradient_kernel(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    MILD: tl.constexpr,
+    FACTORISABLE: tl.constexpr,
     READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
@@ -304,7 +304,7 @@ def low_rank_read_gradient_kernel(
         return
     rh = row * H + h
     if gk is not None:
-        if (tl.load(mild + rh * tiles + tile) != 0) != MILD:
+        if (tl.load(factorisable_tiles + rh * tiles + tile) != 0) != FACTORISABLE:
             return
     first = (lo * H + h) * K
     of_values = (lo * H + h) * V
@@ -325,10 +325,10 @@ def low_rank_read_gradient_kernel(
     dq_, da_ = _of_state(do + of_values, z + of_values, states, size, H, V, d, K, BV, DOT)
     dq_ *= scale
     # 2. The reads through the pairs of the chunk, and the gates that decay all reads.
-    if MILD:
+    if FACTORISABLE:
         early_row = t == C // 2 - 1
-        g, sums = load_sums(gk if gk is None else gk + first, i, size, d, H, K, DOT)
-        from_start = tl.exp(tl.sum(tl.where(t < C // 2, g.to(tl.float32), 0.0), 0))[None, :]
+        gk_, sums = load_sums(gk if gk is None else gk + first, i, size, d, H, K, DOT)
+        from_start = tl.exp(tl.sum(tl.where(t < C // 2, gk_.to(tl.float32), 0.0), 0))[None, :]
         dq_ *= from_start
         da_ *= from_start
         if dgk is not None:
@@ -348,22 +348,22 @@ def low_rank_read_gradient_kernel(
             if READ_BEFORE:
                 d_gates -= of_a
         dq_ *= tl.exp(sums)
-        da_ *= tl.exp(sums_of_reads(g, sums, True, READ_BEFORE))
+        da_ *= tl.exp(sums_of_reads(gk_, sums, True, READ_BEFORE))
     else:
-        g = load_gates(gk + first, *at)
+        gk_ = load_gates(gk + first, *at)
         q_ = load_tile(q + first, *at).to(tl.float32)
         a_ = load_tile(a + first, *at).to(tl.float32)
-        dq_ *= tl.exp(select(s <= t, g, DOT))
-        da_ *= tl.exp(select(reads_gate(t, s, READ_BEFORE), g, DOT))
+        dq_ *= tl.exp(select(s <= t, gk_, DOT))
+        da_ *= tl.exp(select(reads_gate(t, s, READ_BEFORE), gk_, DOT))
         d_gates = tl.zeros([C, BK], dtype=tl.float32)
         if dgk is not None:
             d_gates = select(t <= s, q_ * dq_, DOT) + select(reads_gate(s, t, READ_BEFORE), a_ * da_, DOT)
         unused = tl.zeros([C, BK], dtype=tl.float32)
         for writer in range(2):
             y = load_tile((b if writer == 0 else k) + first, *at).to(tl.float32)
-            dq_, _, _g = by_levels(q_, y, g, pairs, dq_, unused, d_gates, False, False, DOT)
+            dq_, _, _g = by_levels(q_, y, gk_, pairs, dq_, unused, d_gates, False, False, DOT)
             of_a = pairs + 2 * C * C
-            da_, _, _g = by_levels(a_, y, g, of_a, da_, unused, d_gates, False, READ_BEFORE, DOT, REST)
+            da_, _, _g = by_levels(a_, y, gk_, of_a, da_, unused, d_gates, False, READ_BEFORE, DOT, REST)
             pairs += C * C
     # 3. The results, with the pair of a token with itself.
     if dgk is not None:

@@ -29,7 +29,7 @@ import triton.language as tl
 
 from flacompose.ops._recurrences.matrix.delta_rule.kernels import inverse
 from flacompose.ops._recurrences.matrix.gates_of_channels import (
-    MILD_BOUND,
+    FACTORISABLE_BOUND,
     C,
     exact_pairs,
     from_middle,
@@ -82,28 +82,28 @@ class Factors(NamedTuple):
 def load_sums(gk, i, size, d, H, K: tl.constexpr, DOT: tl.constexpr):
     """The gates of channels `d`, and their sums from the chunk's middle to each write."""
     if gk is None:
-        g = tl.zeros([C, d.shape[0]], dtype=tl.float32)
-        sums = g
+        gk_ = tl.zeros([C, d.shape[0]], dtype=tl.float32)
+        sums = gk_
     else:
-        g = load_gates(gk, i, size, 0, d, H, K)
-        sums = select(from_middle(i[:, None], i[None, :]), g, DOT)
-    return g, sums
+        gk_ = load_gates(gk, i, size, 0, d, H, K)
+        sums = select(from_middle(i[:, None], i[None, :]), gk_, DOT)
+    return gk_, sums
 
 
 @triton.jit
-def sums_of_reads(g, sums, of_a, READ_BEFORE: tl.constexpr):
+def sums_of_reads(gk_, sums, of_a, READ_BEFORE: tl.constexpr):
     """The sums of gates from the chunk's middle to each read: by `a` if `of_a`, otherwise by the query."""
     if READ_BEFORE:
         # A read stops before the token's gate. The difference is used only where both sums are below
-        # `MILD_BOUND`.
-        sums = sums - tl.where(of_a, g.to(tl.float32), 0.0)
+        # `FACTORISABLE_BOUND`.
+        sums = sums - tl.where(of_a, gk_.to(tl.float32), 0.0)
     return sums
 
 
 @triton.jit
 def _pairs_with(
     x, b, k, gk, of_b, of_k, i, size, d, H,
-    K: tl.constexpr, MILD: tl.constexpr, OF_A: tl.constexpr, READ_BEFORE: tl.constexpr, DOT: tl.constexpr,
+    K: tl.constexpr, FACTORISABLE: tl.constexpr, OF_A: tl.constexpr, READ_BEFORE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """`of_b` and `of_k` with the products of channels `d` of readers `x` with ``b`` and keys, and their sums' size.
 
@@ -112,10 +112,10 @@ def _pairs_with(
     their products. A query is rounded once, wherever it is multiplied: this is an error of the query alone.
     """
     at = i, size, 0, d, H, K
-    g, sums = load_sums(gk, i, size, d, H, K, DOT)
-    sums_of_x = sums_of_reads(g, sums, OF_A, READ_BEFORE)
+    gk_, sums = load_sums(gk, i, size, d, H, K, DOT)
+    sums_of_x = sums_of_reads(gk_, sums, OF_A, READ_BEFORE)
     largest = tl.max(tl.maximum(tl.abs(sums), tl.abs(sums_of_x)))
-    if MILD:
+    if FACTORISABLE:
         reader = tl.trans(load_tile(x, *at) * tl.exp(sums_of_x))
         to_middle = tl.exp(-sums)
         if OF_A:
@@ -131,7 +131,7 @@ def _pairs_with(
         reader = load_tile(x, *at)
         for writer in range(2):  # a loop halves the code that is compiled
             of_y = exact_pairs(
-                reader, load_tile(b if writer == 0 else k, *at), g, s, t, OF_A and READ_BEFORE, DOT
+                reader, load_tile(b if writer == 0 else k, *at), gk_, s, t, OF_A and READ_BEFORE, DOT
             )
             of_b += tl.where(writer == 0, of_y, 0.0)
             of_k += tl.where(writer == 0, 0.0, of_y)
@@ -160,7 +160,7 @@ def low_rank_product_kernel(
     vectors,  # `Vectors`
     P,  # [chunks, H, C, C], transposed, like `Products`
     products,  # `Products`
-    mild,  # [chunks, H], whether gates are factorisable
+    factorisable_chunks,  # [chunks, H], whether gates are factorisable
     cu_seqlens,
     T,
     N,
@@ -168,15 +168,15 @@ def low_rank_product_kernel(
     H,
     K: tl.constexpr,
     BK: tl.constexpr,
-    MILD: tl.constexpr,
+    FACTORISABLE: tl.constexpr,
     READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Fills the products of pairs of tokens.
 
-    With gates it is launched twice: with `MILD` for the chunks whose gates are factorisable, which it marks
-    in `mild`, and then for the others, because one kernel for both would need twice the registers. Registers
-    are scarce, so sums of gates are computed again for the second step.
+    With gates it is launched twice: with `FACTORISABLE` for the chunks whose gates are factorisable, which it marks
+    in `factorisable_chunks`, and then for the others, because one kernel for both would need twice the registers.
+    Registers are scarce, so sums of gates are computed again for the second step.
     """
     q, k, a, b, gk = vectors
     Y, M, X, Y_rest, M_rest, X_rest = products
@@ -185,8 +185,8 @@ def low_rank_product_kernel(
     if lo >= hi:
         return
     rh = row * H + h
-    if not MILD:
-        if tl.load(mild + rh) != 0:
+    if not FACTORISABLE:
+        if tl.load(factorisable_chunks + rh) != 0:
             return
     first = (lo * H + h) * K
     q += first
@@ -207,12 +207,12 @@ def low_rank_product_kernel(
     for d0 in range(0, K, BK):
         d = d0 + tl.arange(0, BK)
         of_b, of_k, of_block = _pairs_with(
-            a, b, k, gk, of_b, of_k, i, size, d, H, K, MILD, True, READ_BEFORE, DOT
+            a, b, k, gk, of_b, of_k, i, size, d, H, K, FACTORISABLE, True, READ_BEFORE, DOT
         )
         largest = tl.maximum(largest, of_block, propagate_nan=tl.PropagateNan.ALL)
-    if MILD and gk is not None:
-        tl.store(mild + rh, (largest < MILD_BOUND).to(tl.int8))
-        if not largest < MILD_BOUND:
+    if FACTORISABLE and gk is not None:
+        tl.store(factorisable_chunks + rh, (largest < FACTORISABLE_BOUND).to(tl.int8))
+        if not largest < FACTORISABLE_BOUND:
             return
     solved = inverse(-of_b, DOT)
     of_u = fine_dot(tl.where(s < t, of_k, 0.0), solved, DOT)
@@ -225,7 +225,7 @@ def low_rank_product_kernel(
     for d0 in range(0, K, BK):
         d = d0 + tl.arange(0, BK)
         of_b, of_k, of_block = _pairs_with(
-            q, b, k, gk, of_b, of_k, i, size, d, H, K, MILD, False, READ_BEFORE, DOT
+            q, b, k, gk, of_b, of_k, i, size, d, H, K, FACTORISABLE, False, READ_BEFORE, DOT
         )
     of_b = tl.where(s <= t, of_b, 0.0)
     of_k = tl.where(s <= t, of_k, 0.0)
@@ -236,19 +236,19 @@ def low_rank_product_kernel(
 @triton.jit(do_not_specialize=["T", "N", "H"])
 def low_rank_factor_kernel(
     vectors,  # `Vectors`
-    products,  # `Products`, from `low_rank_product_kernel`, like `mild`
-    mild,  # [chunks, H]
+    products,  # `Products`, from `low_rank_product_kernel`, like `factorisable_chunks`
+    factorisable_chunks,  # [chunks, H]
     factors,  # `Factors`
     total,  # [chunks, H, K]
     middle,  # `Vectors`, decayed to the chunk's middle, for `gradients`
-    mild_gradient,  # [chunks, H, tiles of K], whether gates are factorisable for their gradient too
+    factorisable_tiles,  # [chunks, H, tiles of K], whether gates are factorisable for their gradient too
     cu_seqlens,
     T,
     N,
     H,
     K: tl.constexpr,
     BK: tl.constexpr,
-    MILD: tl.constexpr,
+    FACTORISABLE: tl.constexpr,
     READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
@@ -264,7 +264,7 @@ def low_rank_factor_kernel(
         return
     rh = row * H + h
     if gk is not None:
-        if (tl.load(mild + rh) != 0) != MILD:
+        if (tl.load(factorisable_chunks + rh) != 0) != FACTORISABLE:
             return
     first = (lo * H + h) * K
     if gk is not None:
@@ -276,51 +276,53 @@ def low_rank_factor_kernel(
     size = size_of_chunk(lo, hi, C)
     d = numbers_of_tile(tile, BK)
     at = i, size, 0, d, H, K
-    g, sums = load_sums(gk, i, size, d, H, K, DOT)
-    MIDDLE: tl.constexpr = MILD and middle.q is not None
+    gk_, sums = load_sums(gk, i, size, d, H, K, DOT)
+    MIDDLE: tl.constexpr = FACTORISABLE and middle.q is not None
 
     # 1. The decays: from the chunk's middle where gates are factorisable; `early` and `late` extend them to
     # the chunk's start and end.
-    if MILD:
-        early = tl.exp(tl.sum(tl.where(s < C // 2, g.to(tl.float32), 0.0), 0))[None, :]
-        late = tl.exp(tl.sum(tl.where(s < C // 2, 0.0, g.to(tl.float32)), 0))[None, :]
-        of_a = tl.exp(sums_of_reads(g, sums, True, READ_BEFORE))
+    if FACTORISABLE:
+        early = tl.exp(tl.sum(tl.where(s < C // 2, gk_.to(tl.float32), 0.0), 0))[None, :]
+        late = tl.exp(tl.sum(tl.where(s < C // 2, 0.0, gk_.to(tl.float32)), 0))[None, :]
+        of_a = tl.exp(sums_of_reads(gk_, sums, True, READ_BEFORE))
         if gk is not None:
             tl.store(total + rh * K + d[None, :], early * late, mask=d[None, :] < K)
-            if mild_gradient is not None:
+            if factorisable_tiles is not None:
                 # `low_rank_product_kernel` has found the sums, also those to reads by `a`, below the bound. For the
                 # gradient each gate must be, too.
-                is_mild = tl.max(tl.maximum(tl.abs(sums), size_of_gate(g, DOT))) < MILD_BOUND
-                tl.store(mild_gradient + rh * tiles + tile, is_mild.to(tl.int8))
+                is_factorisable = (
+                    tl.max(tl.maximum(tl.abs(sums), size_of_gate(gk_, DOT))) < FACTORISABLE_BOUND
+                )
+                tl.store(factorisable_tiles + rh * tiles + tile, is_factorisable.to(tl.int8))
     else:
         early = tl.full([1, BK], 1.0, tl.float32)
         late = early
-        of_a = tl.exp(select(reads_gate(s, t, READ_BEFORE), g, DOT))
-        tl.store(total + rh * K + d, tl.exp(tl.sum(g.to(tl.float32), 0)), mask=d < K)
-        if mild_gradient is not None:
-            tl.store(mild_gradient + rh * tiles + tile, 0)
+        of_a = tl.exp(select(reads_gate(s, t, READ_BEFORE), gk_, DOT))
+        tl.store(total + rh * K + d, tl.exp(tl.sum(gk_.to(tl.float32), 0)), mask=d < K)
+        if factorisable_tiles is not None:
+            tl.store(factorisable_tiles + rh * tiles + tile, 0)
 
     # 2. The readers.
     a_ = load_tile(a + first, *at) * of_a
     if MIDDLE:
         store_tile(middle.a + first, a_, *at)
     store_tile(factors.W_a + first, _dot_with_stored(Y, Y_rest, transposed, a_, DOT) * early, *at)
-    if MILD:
+    if FACTORISABLE:
         of_q = tl.exp(sums)
     else:
-        of_q = tl.exp(select(t <= s, g, DOT))
+        of_q = tl.exp(select(t <= s, gk_, DOT))
     q_ = load_tile(q + first, *at) * of_q
-    if MILD:
+    if FACTORISABLE:
         q_ = q_.to(DOT).to(tl.float32)  # as `low_rank_product_kernel` multiplies it
     if MIDDLE:
         store_tile(middle.q + first, q_, *at)
     store_tile(factors.Q + first, _dot_with_stored(X, X_rest, transposed, a_, DOT, q_) * early, *at)
 
     # 3. The writers.
-    if MILD:
+    if FACTORISABLE:
         of_writes = tl.exp(-sums)
     else:
-        of_writes = tl.exp(select(t > s, g, DOT))
+        of_writes = tl.exp(select(t > s, gk_, DOT))
     b_ = load_tile(b + first, *at) * of_writes
     if MIDDLE:
         store_tile(middle.b + first, b_, *at)
