@@ -132,7 +132,7 @@ BREAKS = [
     Break("ops/_recurrences/matrix/head_decay/eager.py", "(0, 0, -1, 1)", "(0, 0, 0, 0)", VALUES, "lengths and comba and not comba-after"),
     Break("ops/_recurrences/matrix/low_rank/eager.py", "self.A_qb.mT @ do, self.write(self.b)", "0 * do, self.write(self.b)", VALUES, "losses and dplr"),
     Break("ops/_recurrences/matrix/low_rank/eager.py", "of_a, reads_of_a, torch", "of_q, reads_of_a, torch", VALUES, "lengths and dplr"),
-    Break("ops/_recurrences/elementwise/scan/eager.py", "scan.states(do_, call.arriving.final_state, reverse", "scan.states(do_, None, reverse", VALUES, "losses and hgrn"),
+    Break("ops/_recurrences/elementwise/scan/eager.py", "decay, d_final, reverse=True", "decay, None, reverse=True", VALUES, "losses and hgrn"),
     Break("ops/_recurrences/short_conv/eager.py", "(1 + a * (1 - s))", "(1 + a * s)", VALUES, "lengths and causal_conv1d"),
     Break("ops/_recurrences/elementwise/selective_scan/eager.py", "dA = dA + (d_exponent", "dA = dA - (d_exponent", VALUES, "lengths and selective_scan"),
     Break("ops/_recurrences/fused/slot_attention/eager.py", "of_tokens(of_values.get(\"gk\"), of_keys.get(\"gv\"))", "of_tokens(of_values.get(\"gk\"))", "test_slot_attention.py"),
