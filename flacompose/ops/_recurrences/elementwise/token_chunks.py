@@ -40,7 +40,7 @@ class TokenChunks(Chunks):
 
 
 def state_after(decays: Iterable[Tensor], writes: Iterable[Tensor]) -> Tensor:
-    """The state that chunks reach from zero, by ``h <- a * h + e``."""
+    """The state that chunks reach from zero, by ``h_t = a_t * h_{t-1} + e_t``."""
     h: Tensor | None = None
     for a, write in zip(decays, writes, strict=True):
         h = write if h is None else torch.addcmul(write, a, h)
@@ -48,10 +48,28 @@ def state_after(decays: Iterable[Tensor], writes: Iterable[Tensor]) -> Tensor:
     return h
 
 
+def decayed_states(decays: Iterable[Tensor], writes: Iterable[Tensor], h: Tensor) -> list[Tensor]:
+    """``a_t * h_{t-1}`` of each token, from the state before each chunk."""
+    decayed = []
+    for a, write in zip(decays, writes, strict=True):
+        decayed.append(a * h)
+        h = decayed[-1] + write
+    return decayed
+
+
 def gradient_before(decays: Sequence[Tensor], reads: Sequence[Tensor]) -> Tensor:
-    """The gradient of the state before chunks through their own tokens, by ``c <- a * (do + c)``, backwards."""
+    """The gradient of the state before chunks through their own tokens, ``c_t = a_t * (do_t + c_{t+1})``."""
     c: Tensor | None = None
     for a, read in zip(reversed(decays), reversed(reads), strict=True):
         c = a * (read if c is None else read + c)
     assert c is not None
     return c
+
+
+def gradients(decays: Sequence[Tensor], reads: Sequence[Tensor], c: Tensor) -> list[Tensor]:
+    """``dh_t = do_t + c_{t+1}`` of each token, from the gradient `c` of the state after each chunk."""
+    dh = []
+    for a, read in zip(reversed(decays), reversed(reads), strict=True):
+        dh.append(read + c)
+        c = a * dh[-1]
+    return dh[::-1]

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.elementwise.scan.inputs import Inputs
-from flacompose.ops._recurrences.elementwise.token_chunks import TokenChunks, gradient_before, state_after
+from flacompose.ops._recurrences.elementwise.token_chunks import (
+    TokenChunks,
+    decayed_states,
+    gradient_before,
+    gradients,
+    state_after,
+)
 from flacompose.ops._tensors.dtype import upcast
 
 
@@ -41,26 +47,17 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     x, g, initial_state, cu_seqlens = call.inputs
     chunks = TokenChunks(x, cu_seqlens)
     reads, (decays, decay) = chunks.each(call.do), _decays(chunks, g)
-    left = []  # exp(g_t) * h_{t-1}, the decayed state
+    decayed = []
     if call.wants("g"):
         writes = chunks.each(x)
         h, _ = chunks.states(state_after(decays, writes), decay, initial_state)
-        for a, write in zip(decays, writes, strict=True):
-            left.append(a * h)
-            h = left[-1] + write
-
-    # dh_t = do_t + exp(g_{t+1}) * dh_{t+1}; `c` is its second term.
+        decayed = decayed_states(decays, writes, h)
     d_final = call.arriving.final_state
     c, d_initial_state = chunks.states(gradient_before(decays, reads), decay, d_final, reverse=True)
-    dx = []
-    if call.wants("x", "g"):
-        for a, read in zip(reversed(decays), reversed(reads), strict=True):
-            dx.append(read + c)
-            c = a * dx[-1]
-        dx.reverse()
+    dh = gradients(decays, reads, c) if call.wants("x", "g") else []
     return call.made(
-        x=lambda: chunks.together(dx),
-        g=lambda: chunks.together([d * h for d, h in zip(dx, left, strict=True)]),
+        x=lambda: chunks.together(dh),
+        g=lambda: chunks.together([d * h for d, h in zip(dh, decayed, strict=True)]),
         initial_state=d_initial_state,
     )
 
