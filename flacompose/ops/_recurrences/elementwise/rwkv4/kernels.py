@@ -221,7 +221,7 @@ def rwkv4_scan_kernel(
 
 @triton.jit(do_not_specialize=["T", "N", "SEGMENTS"])
 def rwkv4_join_kernel(
-    states,  # `State`, [SEGMENTS, N, D] each: in, the ends of segments from the empty state; out, the states before them
+    states,  # `State`, [SEGMENTS, N, D] each: in, the ends of segments from the empty state; out, the states before
     w,  # [D]
     initial,  # `State`, [N, D] each
     cu_seqlens,
