@@ -102,7 +102,7 @@ def test_graphs_take_kernels_without_tuples(monkeypatch: pytest.MonkeyPatch) -> 
     """What enters a graph takes a tuple's fields one by one, and is the same kernel."""
     found: dict[str, tuple[Any, dict[str, Any]]] = {}
     with torch.device("meta"):
-        for call in matrix_calls(torch.bfloat16, 64, 64, 130):
+        for call in (*matrix_calls(torch.bfloat16, 64, 64, 130), *other_calls(torch.bfloat16, 130)):
             for kernel, arguments in launched(call)[0]:
                 if any(isinstance(x, tuple) for x in arguments.values()):
                     found[kernel.__name__] = kernel, arguments

@@ -21,7 +21,7 @@ from flacompose.ops._recurrences.fused.slot_attention import op as slot_attentio
 from flacompose.ops._recurrences.matrix import op
 from flacompose.ops._tensors.dtensor import flatten, unflatten
 from flacompose.ops._tensors.dtype import autocast_dtype, state_dtype
-from flacompose.ops._tensors.grouped_queries import by_head, queries_as_tokens, interleave_zeros
+from flacompose.ops._tensors.grouped_queries import by_head, interleave_zeros, queries_as_tokens
 from flacompose.ops._tensors.packed import scaled_bounds
 from flacompose.ops._tensors.sizes import always_true
 

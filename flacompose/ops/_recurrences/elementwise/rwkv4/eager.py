@@ -7,10 +7,9 @@ The sums are stored divided by ``exp(m_t)``, with ``m_t = max(w + m_{t-1}, k_t)`
 The transition of a span of tokens follows from their number and the state that they reach from the empty
 state: see `join`.
 
-All chunks are scanned in parallel, token by token, twice: from the empty state, for the transition of each
-chunk; and, after state passing from chunk to chunk, from the state before each. Backwards in time likewise.
-The maximum after a token follows from that before the chunk and that of the chunk's own tokens, as in `join`,
-so that both agree to the bit. Everything is functional and differentiable to any order; maxima are constants.
+The chunks are scanned as in `token_chunks`, from the empty state. The maximum after a token follows from that
+before the chunk and that of the chunk's own tokens, as in `join`, so that both agree to the bit. Everything
+is functional and differentiable to any order; maxima are constants.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._operators.signature import BackwardCall, Gradients
-from flacompose.ops._recurrences.chunks import Chunks
 from flacompose.ops._recurrences.elementwise.rwkv4.inputs import LOWEST, Inputs
+from flacompose.ops._recurrences.elementwise.token_chunks import TokenChunks
 from flacompose.ops._tensors.dtype import state_dtype
 from flacompose.ops._tensors.packed import bounds, sequence_count
 
@@ -41,7 +40,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return _token(inputs)
     wkv = _WKV(inputs)
     before, end = wkv.states()
-    o = wkv.join([step.o for step in wkv.steps(before)])
+    o = wkv.chunks.together([step.o for step in wkv.steps(before)])
     a, b, m = (x.clone(memory_format=torch.contiguous_format) for x in end)
     if (
         inputs.initial_m is not None and inputs.cu_seqlens is not None
@@ -57,7 +56,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     steps = wkv.steps(before)
     # 1. Through the outputs: the gradients of a and b before each token, and exp(u + k_t) times that of the numerator.
     reads = []
-    for step, do in zip(steps, wkv.split(call.do), strict=True):
+    for step, do in zip(steps, wkv.chunks.each(call.do), strict=True):
         d_numerator = do / step.weight
         of_a = step.past * d_numerator
         reads.append((of_a, -of_a * step.o, step.present * d_numerator))
@@ -68,8 +67,8 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         da, db = step.kept * da + of_a, step.kept * db + of_b
     arriving = call.arriving.final_a, call.arriving.final_b
     decay = wkv.decay(before.m, steps[-1].m)
-    da, d_initial_a = wkv.d_states(da, decay, arriving[0])
-    db, d_initial_b = wkv.d_states(db, decay, arriving[1])
+    da, d_initial_a = wkv.chunks.states(da, decay, arriving[0], reverse=True)
+    db, d_initial_b = wkv.chunks.states(db, decay, arriving[1], reverse=True)
     # 3. And from token to token.
     dv, dk, dw, du = [], [], [], []
     for j in reversed(range(len(steps))):
@@ -81,8 +80,8 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         du.append(of_weight)
         da, db = step.kept * da + of_a, step.kept * db + of_b
     return call.made(
-        v=lambda: wkv.join(dv[::-1]),
-        k=lambda: wkv.join(dk[::-1]),
+        v=lambda: wkv.chunks.together(dv[::-1]),
+        k=lambda: wkv.chunks.together(dk[::-1]),
         w=lambda: torch.stack(dw).sum((0, 1, 2, 3)),
         u=lambda: torch.stack(du).sum((0, 1, 2, 3)),
         initial_a=d_initial_a,
@@ -179,11 +178,11 @@ class _WKV:
 
     def __init__(self, inputs: Inputs) -> None:
         v, k, w, u, *_, cu_seqlens = inputs
-        self.chunks = Chunks(v, cu_seqlens)
-        self.v, keys = self.split(v), self.split(k)
+        self.chunks = TokenChunks(v, cu_seqlens)
+        self.v, keys = self.chunks.each(v), self.chunks.each(k)
         self.k, self.is_low = [x.clamp(min=LOWEST) for x in keys], [x < LOWEST for x in keys]
         self.w, self.u = (x.to(self.chunks.dtype) for x in (w, u))
-        ones = self.split(torch.ones_like(v[:1, :, :1], dtype=self.chunks.dtype))
+        ones = self.chunks.each(torch.ones_like(v[:1, :, :1], dtype=self.chunks.dtype))
         self.elapsed = torch.stack(ones).cumsum(0)  # tokens of the chunk up to each, [C, 1, 1, R, 1]
         self.exists = [x > 0 for x in ones]
         # Places of a chunk without a token leave the state as it is.
@@ -195,14 +194,6 @@ class _WKV:
         for decay, key in zip(self.decays, self.keys, strict=True):
             m = torch.maximum(decay + m, key).clamp(min=LOWEST).detach()
             self.maxima.append(m)
-
-    def split(self, x: Tensor) -> tuple[Tensor, ...]:
-        """``x [B, T, D]`` as ``[B, 1, R, D]`` for each token of a chunk."""
-        return self.chunks.split(x.unsqueeze(2)).unbind(-2)
-
-    def join(self, tokens: list[Tensor]) -> Tensor:
-        x = self.chunks.tokens(torch.stack(tokens, -2)).squeeze(1)
-        return x.clone(memory_format=torch.contiguous_format)  # an op returns no view
 
     def states(self) -> tuple[State, State]:
         """The state before each chunk, ``[B, 1, R, D]`` each, and after each sequence, ``[N, D]`` each."""
@@ -231,13 +222,4 @@ class _WKV:
 
     def decay(self, m: Tensor, end: Tensor) -> Tensor:
         """The decay of a and b over a chunk, from the maximum before it and the one after it."""
-        return (self.elapsed[-1] * _finite(self.w) + (m.detach() - end)).exp().unsqueeze(3)
-
-    def d_states(self, d_start: Tensor, decay: Tensor, d_final: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The gradient of a or b after each chunk, ``[B, 1, R, D]``, and before each sequence, ``[N, D]``.
-
-        `d_start` is the gradient before each chunk through its own outputs.
-        """
-        start = None if d_final is None else d_final[:, None, None]
-        after, initial = self.chunks.pass_decayed(d_start.unsqueeze(3), [decay], start, reverse=True)
-        return after.squeeze(-2), initial.flatten(1).clone()
+        return (self.elapsed[-1] * _finite(self.w) + (m.detach() - end)).exp()

@@ -20,6 +20,8 @@ other uses of a product, and the bits of a gradient would depend on which other 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -36,14 +38,23 @@ from flacompose.ops._tiles.blocks import (
 LOWEST = tl.constexpr(inputs.LOWEST)
 
 
+class State(NamedTuple):
+    """The state, or its gradient, of which the maximum has none."""
+
+    a: Any = None
+    b: Any = None
+    m: Any = None
+
+
 @triton.jit
 def _load(x, at, mask):
     return tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _state(a, b, m, at, in_d, BD: tl.constexpr):
+def _load_state(state, at, in_d, BD: tl.constexpr):
     """The state at `at`, or the one before any token."""
+    a, b, m = state
     a_, b_ = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
     m_ = tl.full([BD], LOWEST, tl.float32)
     if a is not None:
@@ -52,6 +63,26 @@ def _state(a, b, m, at, in_d, BD: tl.constexpr):
         # The maximum of a state without writes is the lowest, whatever is stored.
         m_ = tl.where(b_ == 0.0, LOWEST, tl.maximum(_load(m, at, in_d), LOWEST))
     return a_, b_, m_
+
+
+@triton.jit
+def _store_state(state, at, a_, b_, m_, mask):
+    a, b, m = state
+    tl.store(a + at, a_, mask=mask)
+    tl.store(b + at, b_, mask=mask)
+    tl.store(m + at, m_, mask=mask)
+
+
+@triton.jit
+def _load_gradient(d_state, at, in_d, BD: tl.constexpr):
+    """The gradients of a and b at `at`, zeros where they are absent."""
+    a, b, _m = d_state
+    da, db = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
+    if a is not None:
+        da += _load(a, at, in_d)
+    if b is not None:
+        db += _load(b, at, in_d)
+    return da, db
 
 
 @triton.jit
@@ -99,17 +130,12 @@ def rwkv4_scan_kernel(
     k,  # [tokens, D]
     w,  # [D]
     u,  # [D]
-    initial_a,  # [SEGMENTS, N, D] each, before each segment
-    initial_b,
-    initial_m,
+    initial,  # `State`, [SEGMENTS, N, D] each, before each segment
     o,  # [tokens, D]
     do,  # [tokens, D]
     before,  # [chunks, 3, D]: the state before each chunk
-    d_start_a,  # [SEGMENTS, N, D] each, the gradients of the state before each segment through its outputs
-    d_start_b,
-    end_a,  # with `ENDS` [SEGMENTS, N, D] each, after each segment, else [N, D], or [N, count, D], after the sequence
-    end_b,
-    end_m,
+    d_start,  # `State`, [SEGMENTS, N, D] each, the gradients of the state before each segment through its outputs
+    end,  # `State`, with `ENDS` [SEGMENTS, N, D] each, after each segment, else [N, D], or [N, count, D], at the end
     cu_seqlens,
     T,
     N,
@@ -121,14 +147,14 @@ def rwkv4_scan_kernel(
     BD: tl.constexpr,
     ENDS: tl.constexpr,
 ):
-    """One program scans one segment of one sequence, from the empty state if `initial_a` is absent.
+    """One program scans one segment of one sequence, from the empty state if `initial` is absent.
 
     It stores the results that are given. Without `o` and `do` it computes the ends of all segments but the
     last.
     """
     tile, segment, n = split_program(tl.cdiv(D, BD), SEGMENTS)
     READS: tl.constexpr = (o is not None) or (do is not None)
-    if is_idle(segment, SEGMENTS, None if READS else end_a, True):
+    if is_idle(segment, SEGMENTS, None if READS else end.a, True):
         return
     d = (tile * BD).to(tl.int32) + tl.arange(0, BD)
     in_d = d < D
@@ -138,7 +164,7 @@ def rwkv4_scan_kernel(
     at_end = (segment * N + n) * D + d
     w_ = finite(_load(w, d, in_d))
     u_ = _load(u, d, in_d)
-    a, b, m = _state(initial_a, initial_b, initial_m, at_end, in_d, BD)
+    a, b, m = _load_state(initial, at_end, in_d, BD)
     # The decay of the segment so far, and the gradients of the state before it through its outputs so far.
     left_over = tl.full([BD], 1.0, tl.float32)
     da = tl.zeros([BD], tl.float32)
@@ -148,10 +174,7 @@ def rwkv4_scan_kernel(
         at = (lo + i * C) * D + d
         left = tl.minimum(hi - lo - i * C, C).to(tl.int32)
         if before is not None:
-            at_chunk = before + (row + i) * 3 * D + d
-            tl.store(at_chunk, a, mask=in_d)
-            tl.store(at_chunk + D, b, mask=in_d)
-            tl.store(at_chunk + 2 * D, m, mask=in_d)
+            _store_state((before, before + D, before + 2 * D), (row + i) * 3 * D + d, a, b, m, in_d)
         begun_a, begun_b, begun_m, begun_left = a, b, m, left_over
         added_a = tl.zeros([BD], tl.float32)
         added_b = tl.zeros([BD], tl.float32)
@@ -182,38 +205,25 @@ def rwkv4_scan_kernel(
         if count is not None:
             place = state_number(hi - lo - 1 - i, count, stride)
             if place >= 0:
-                at_state = (n * count + place) * D + d
-                tl.store(end_a + at_state, a, mask=in_d)
-                tl.store(end_b + at_state, b, mask=in_d)
-                tl.store(end_m + at_state, m, mask=in_d)
+                _store_state(end, (n * count + place) * D + d, a, b, m, in_d)
 
     # 4. The results of the segment.
     if do is not None:
-        if d_start_a is not None:
-            tl.store(d_start_a + at_end, da, mask=in_d)
-            tl.store(d_start_b + at_end, db, mask=in_d)
-            tl.store(end_m + at_end, m, mask=in_d)
-    elif ENDS or (count is None):
-        if ENDS:
-            at_state = at_end
-            stored = in_d
-        else:
-            at_state = n * D + d
-            stored = in_d & (segment == SEGMENTS - 1)
-        tl.store(end_a + at_state, a, mask=stored)
-        tl.store(end_b + at_state, b, mask=stored)
-        tl.store(end_m + at_state, m, mask=stored)
+        if d_start.a is not None:
+            tl.store(d_start.a + at_end, da, mask=in_d)
+            tl.store(d_start.b + at_end, db, mask=in_d)
+            tl.store(end.m + at_end, m, mask=in_d)
+    elif ENDS:
+        _store_state(end, at_end, a, b, m, in_d)
+    elif count is None:
+        _store_state(end, n * D + d, a, b, m, in_d & (segment == SEGMENTS - 1))
 
 
 @triton.jit(do_not_specialize=["T", "N", "SEGMENTS"])
 def rwkv4_join_kernel(
-    a,  # [SEGMENTS, N, D] each: in, the end of each segment from the empty state; out, the state before it
-    b,
-    m,
+    states,  # `State`, [SEGMENTS, N, D] each: in, the ends of segments from the empty state; out, the states before
     w,  # [D]
-    initial_a,  # [N, D] each
-    initial_b,
-    initial_m,
+    initial,  # `State`, [N, D] each
     cu_seqlens,
     T,
     N,
@@ -227,15 +237,14 @@ def rwkv4_join_kernel(
     d = (tile * BD).to(tl.int32) + tl.arange(0, BD)
     in_d = d < D
     w_ = finite(_load(w, d, in_d))
-    a_, b_, m_ = _state(initial_a, initial_b, initial_m, n * D + d, in_d, BD)
+    a_, b_, m_ = _load_state(initial, n * D + d, in_d, BD)
     for segment in tl.range(0, SEGMENTS, num_stages=4):
         lo, hi, _row, _chunks, begin, stop = chunks_of_segment(n, segment, SEGMENTS, T, cu_seqlens, C)
         at = (segment * N + n) * D + d
         known = in_d & (segment < SEGMENTS - 1)
-        own_a, own_b, own_m = _load(a, at, known), _load(b, at, known), _load(m, at, known)
-        tl.store(a + at, a_, mask=in_d)
-        tl.store(b + at, b_, mask=in_d)
-        tl.store(m + at, m_, mask=in_d)
+        own_a, own_b = _load(states.a, at, known), _load(states.b, at, known)
+        own_m = _load(states.m, at, known)
+        _store_state(states, at, a_, b_, m_, in_d)
         tokens = _tokens(begin, stop, lo, hi, C)
         after = tl.maximum(m_ + tokens * w_, own_m)
         total = tokens * w_ + (m_ - after)
@@ -248,13 +257,11 @@ def rwkv4_join_kernel(
 
 @triton.jit(do_not_specialize=["T", "N", "SEGMENTS"])
 def rwkv4_join_gradient_kernel(
-    da,  # [SEGMENTS, N, D] each: in, of the state before a segment through its outputs; out, of the one after
-    db,
+    d_states,  # `State`, [SEGMENTS, N, D] each: in, of the state before a segment through its outputs; out, after it
     start_m,  # [SEGMENTS, N, D]: the maximum before each segment
     end_m,  # [SEGMENTS, N, D]: the maximum after it, whose rounding may differ from that of the next start
     w,  # [D]
-    d_final_a,  # [N, D] each
-    d_final_b,
+    d_final,  # `State`, [N, D] each
     cu_seqlens,
     T,
     N,
@@ -268,26 +275,22 @@ def rwkv4_join_gradient_kernel(
     d = (tile * BD).to(tl.int32) + tl.arange(0, BD)
     in_d = d < D
     w_ = finite(_load(w, d, in_d))
-    da_, db_ = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
-    if d_final_a is not None:
-        da_ += _load(d_final_a, n * D + d, in_d)
-    if d_final_b is not None:
-        db_ += _load(d_final_b, n * D + d, in_d)
+    da, db = _load_gradient(d_final, n * D + d, in_d, BD)
     next_m = _load(end_m, ((SEGMENTS - 1) * N + n) * D + d, in_d)
     for i in tl.range(0, SEGMENTS, num_stages=4):
         segment = SEGMENTS - 1 - i
         lo, hi, _row, _chunks, begin, stop = chunks_of_segment(n, segment, SEGMENTS, T, cu_seqlens, C)
         at = (segment * N + n) * D + d
-        own_a, own_b = _load(da, at, in_d), _load(db, at, in_d)
+        own_a, own_b = _load(d_states.a, at, in_d), _load(d_states.b, at, in_d)
         before, after = _load(start_m, at, in_d), _load(end_m, at, in_d)
         scale = tl.exp(after - next_m)
-        da_, db_ = scale * da_, scale * db_
-        tl.store(da + at, da_, mask=in_d)
-        tl.store(db + at, db_, mask=in_d)
+        da, db = scale * da, scale * db
+        tl.store(d_states.a + at, da, mask=in_d)
+        tl.store(d_states.b + at, db, mask=in_d)
         tokens = _tokens(begin, stop, lo, hi, C)
         total = tokens * w_ + (before - after)
-        da_ = tl.where(tokens > 0, decayed(da_, total) + own_a, da_)
-        db_ = tl.where(tokens > 0, decayed(db_, total) + own_b, db_)
+        da = tl.where(tokens > 0, decayed(da, total) + own_a, da)
+        db = tl.where(tokens > 0, decayed(db, total) + own_b, db)
         next_m = before
 
 
@@ -299,16 +302,13 @@ def rwkv4_gradient_kernel(
     u,  # [D]
     do,  # [tokens, D]
     before,  # [chunks, 3, D]: the state before each chunk
-    d_end_a,  # [SEGMENTS, N, D] each, after each segment
-    d_end_b,
+    d_end,  # `State`, [SEGMENTS, N, D] each, after each segment
     d_final_m,  # [N, D]
     dv,  # [tokens, D]
     dk,  # [tokens, D]
     dw,  # [SEGMENTS, N, D]: the sum over the tokens of each segment
     du,  # [SEGMENTS, N, D], likewise
-    d_initial_a,  # [N, D] each
-    d_initial_b,
-    d_initial_m,
+    d_initial,  # `State`, [N, D] each
     cu_seqlens,
     T,
     N,
@@ -335,11 +335,7 @@ def rwkv4_gradient_kernel(
     at_end = (segment * N + n) * D + d
     w_ = finite(_load(w, d, in_d))
     u_ = _load(u, d, in_d)
-    da, db = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
-    if d_end_a is not None:
-        da += _load(d_end_a, at_end, in_d)
-    if d_end_b is not None:
-        db += _load(d_end_b, at_end, in_d)
+    da, db = _load_gradient(d_end, at_end, in_d, BD)
     dw_, du_ = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
 
     for i in range(begin, stop):
@@ -390,13 +386,13 @@ def rwkv4_gradient_kernel(
     if du is not None:
         tl.store(du + at_end, du_, mask=in_d)
     first = in_d & (segment == 0)
-    if d_initial_a is not None:
-        tl.store(d_initial_a + n * D + d, da.to(d_initial_a.dtype.element_ty), mask=first)
-    if d_initial_b is not None:
-        tl.store(d_initial_b + n * D + d, db.to(d_initial_b.dtype.element_ty), mask=first)
-    if d_initial_m is not None:
+    if d_initial.a is not None:
+        tl.store(d_initial.a + n * D + d, da.to(d_initial.a.dtype.element_ty), mask=first)
+    if d_initial.b is not None:
+        tl.store(d_initial.b + n * D + d, db.to(d_initial.b.dtype.element_ty), mask=first)
+    if d_initial.m is not None:
         # The maximum is a constant, except for the copy that a sequence without tokens returns.
         dm = tl.zeros([BD], tl.float32)
         if d_final_m is not None:
             dm += _load(d_final_m, n * D + d, first & (lo == hi))
-        tl.store(d_initial_m + n * D + d, dm.to(d_initial_m.dtype.element_ty), mask=first)
+        tl.store(d_initial.m + n * D + d, dm.to(d_initial.m.dtype.element_ty), mask=first)

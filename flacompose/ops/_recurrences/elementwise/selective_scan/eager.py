@@ -18,6 +18,12 @@ from torch import Tensor
 from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.chunks import Chunks, StatePassing
 from flacompose.ops._recurrences.elementwise.selective_scan.inputs import Inputs
+from flacompose.ops._recurrences.elementwise.token_chunks import (
+    decayed_states,
+    gradient_before,
+    gradients,
+    state_after,
+)
 from flacompose.ops._tensors.gates import decays_to_zero
 
 
@@ -28,8 +34,8 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     y = []
     for chunks in scan.segments:
         segment = _Segment(scan, chunks)
-        before = segment.sweep(sweep, segment.ends())
-        h = torch.stack([left + write for left, write in segment.states(before)])
+        before = segment.sweep(sweep, state_after(segment.decays, segment.writes))
+        h = torch.stack(decayed_states(segment.decays, segment.writes, before)) + segment.writes
         y.append((h @ segment.C.unsqueeze(-1)).squeeze(-1))
     return scan.join(y).flatten(2).to(inputs.x.dtype, copy=True), scan.final(sweep)
 
@@ -43,7 +49,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         sweep = StatePassing(scan.chunks, scan.initial(call.inputs.initial_state))
         for chunks in scan.segments:
             segment = _Segment(scan, chunks)
-            before.append(segment.sweep(sweep, segment.ends()))
+            before.append(segment.sweep(sweep, state_after(segment.decays, segment.writes)))
 
     sweep = StatePassing(scan.chunks, scan.initial(call.arriving.final_state), reverse=True)
     dx, ddt, dB, dC = [], [], [], []
@@ -51,20 +57,20 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     for chunks in reversed(scan.segments):
         segment = _Segment(scan, chunks)
         x, dt = segment.x, segment.dt
-        after = segment.sweep(sweep, segment.ends(reverse=True))
+        decays, reads = segment.decays.unbind(), segment.reads.unbind()
+        after = segment.sweep(sweep, gradient_before(decays, reads))
         if wants("dt", "A", "C"):
-            # exp(dt_t A) * h_{t-1}, the decayed state, and the added terms of tokens.
-            left, writes = (torch.stack(parts) for parts in zip(*segment.states(before.pop()), strict=True))
+            decayed = torch.stack(decayed_states(decays, segment.writes, before.pop()))
         if wants("C"):
-            dC.append((segment.dy.unsqueeze(-2) @ (left + writes)).squeeze(-2))
+            dC.append((segment.dy.unsqueeze(-2) @ (decayed + segment.writes)).squeeze(-2))
         if not wants("x", "dt", "A", "B"):
             continue
-        dh = segment.d_states(after)
+        dh = torch.stack(gradients(decays, reads, after))
         if wants("x", "dt"):
             d_product = (dh @ segment.B.unsqueeze(-1)).squeeze(-1)  # the gradient of dt * x
             dx.append(dt * d_product)
         if wants("dt", "A"):
-            d_exponent = dh * left
+            d_exponent = dh * decayed
         if wants("dt"):
             ddt.append(x * d_product + (d_exponent * scan.A_of_dt).sum(-1))
         if wants("A"):
@@ -128,34 +134,7 @@ class _Segment:
             # The gradients of states from the outputs of their tokens.
             self.reads = self.dy.unsqueeze(-1) * self.C.unsqueeze(-2)
 
-    def ends(self, reverse: bool = False) -> Tensor:
-        """The state after each chunk, started at 0; with `reverse`, the gradient of the state before it."""
-        h = torch.zeros_like(self.decays[0])
-        if reverse:
-            for a, read in zip(self.decays.unbind()[::-1], self.reads.unbind()[::-1], strict=True):
-                h = a * (read + h)
-        else:
-            for a, write in zip(self.decays, self.writes, strict=True):
-                h = torch.addcmul(write, a, h)
-        return h
-
     def sweep(self, sweep: StatePassing, ends: Tensor) -> Tensor:
         """State passing over these chunks: the state before each; backwards, its gradient after each."""
         total = (self.dt.sum(0).unsqueeze(-1) * self.A).exp()
         return sweep.over(self.at, lambda i, S: torch.addcmul(ends[:, :, i], total[:, :, i], S))
-
-    def states(self, h: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """For each token the decayed state before it and its added term, from the state before each chunk."""
-        states = []
-        for a, write in zip(self.decays, self.writes, strict=True):
-            states.append((a * h, write))
-            h = states[-1][0] + write
-        return states
-
-    def d_states(self, dh: Tensor) -> Tensor:
-        """The gradient of the state after each token, from that after each chunk."""
-        states = []
-        for a, read in zip(self.decays.unbind()[::-1], self.reads.unbind()[::-1], strict=True):
-            states.append(read + dh)
-            dh = a * states[-1]
-        return torch.stack(states[::-1])
