@@ -73,6 +73,7 @@ from flacompose.ops._recurrences.matrix.delta_rule.kernels import (
     delta_factor_kernel,
     delta_state_passing_kernel,
 )
+from flacompose.ops._recurrences.matrix.delta_rule.operands import launch_steps, operands
 from flacompose.ops._recurrences.matrix.gates_of_heads import head_gate_gradient_kernel, head_gate_sum_kernel
 from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay
 from flacompose.ops._recurrences.matrix.inputs import SIGNATURE, Inputs
@@ -81,11 +82,20 @@ Launches = list[tuple[Any, dict[str, Any]]]
 
 
 def launched(call: Callable[[], Any], into_graph: bool = False) -> tuple[Launches, Any]:
-    """The kernels that `call` launches, with their arguments by name, and what it returns; none of them runs."""
+    """The kernels that `call` launches, with their arguments by name, and what it returns; none of them runs.
+
+    The fields of named tuples are beside the tuples, if no argument has their name. So are those of a copy for a
+    graph, which has no tuples; in its place stands the kernel itself.
+    """
     launches: Launches = []
 
     def record(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
-        launches.append((kernel, dict(zip(kernel.arg_names, args, strict=False)) | kwargs))
+        given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        kernel = getattr(import_module(kernel.fn.__module__), kernel.__name__)
+        fields = {name: y for x in given.values() if hasattr(x, "_fields") for name, y in x._asdict().items()}
+        for name in given.keys() - {*kernel.arg_names}:
+            fields |= {name.removeprefix(f"{x}_"): given[name] for x in kernel.arg_names if f"{x}_" in name}
+        launches.append((kernel, fields | given))
 
     with launching_by(record, into_graph):
         return launches, call()
@@ -104,7 +114,7 @@ def test_graphs_take_kernels_without_tuples(monkeypatch: pytest.MonkeyPatch) -> 
     with torch.device("meta"):
         for call in (*matrix_calls(torch.bfloat16, 64, 64, 130), *other_calls(torch.bfloat16, 130)):
             for kernel, arguments in launched(call)[0]:
-                if any(isinstance(x, tuple) for x in arguments.values()):
+                if any(isinstance(x, tuple) for x in arguments.values()) and not kernel.is_gluon():
                     found[kernel.__name__] = kernel, arguments
             for _, arguments in launched(call, into_graph=True)[0]:
                 assert not any(isinstance(x, tuple) for x in arguments.values())
@@ -632,6 +642,17 @@ def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) ->
             (delta_channel_gradient_kernel, True),
             (delta_channel_gradient_kernel, False),
         ]
+
+
+@pytest.mark.parametrize(("more", "named"), [({"betas": None}, "betas"), ({}, "beta")])
+def test_kernels_get_their_arguments_and_no_others(more: dict[str, Any], named: str) -> None:
+    """An error names an argument that no kernel takes, and one that is absent."""
+    q, beta = torch.zeros(1, 5, 2, 16), torch.zeros(1, 5, 2)
+    x = operands(Inputs(q, q, q, beta=beta, delta_rule=True), 32)
+    step = plan.Step("hopper.head_factors", "hopper_inverse_kernel", {})
+    arguments = {"k": q, "sums": None, "Y": q, "log_norm": None, "H": 2, **more}
+    with pytest.raises(TypeError, match=f"hopper_inverse_kernel.*'{named}'"):
+        launched(lambda: launch_steps((step,), 2, x.tokens, **arguments))
 
 
 @pytest.mark.parametrize("wanted", [True, False])

@@ -52,9 +52,8 @@ def test_log_norm_bounds_what_a_chunk_multiplies_a_state_by(monkeypatch: pytest.
     floats = {x: getattr(inputs, x).float() for x in ("q", "k", "v", "g", "beta")}
     given = inputs._replace(**floats)
     x = operands(given, 32)
-    factors = launch_factors.factors(x, plan.plan_of(x, "ends"), launch_factors.gates(x, given.g))
-    log_norm = factors.log_norm
-    assert log_norm is not None
+    passing = launch_factors.factors(x, plan.plan_of(x, "ends"), launch_factors.gates(x, given.g))
+    log_norm = passing.decays.log_norm
     _, matrix = torch.ops.flacompose.matrix_recurrence_matrix_ends(*inputs)
     norm = torch.linalg.matrix_norm(matrix, 2).log2()
     over = log_norm[bounds[:-1] // 32 + torch.arange(5)] - norm

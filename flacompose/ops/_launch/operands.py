@@ -12,7 +12,7 @@ from torch import Tensor
 from flacompose.ops._launch.launch import launch
 from flacompose.ops._launch.sequences import Sequences
 from flacompose.ops._tensors.sizes import MAX_HEAD_SIZE, always_true
-from flacompose.ops._tiles.blocks import matrix_token_kernel
+from flacompose.ops._tiles.blocks import TokenGates, TokenStates, TokenVectors, matrix_token_kernel
 
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 
@@ -131,12 +131,15 @@ def recurrent(
         final_state = sequences.per_sequence(*([] if count is None else [count]), HV, K, V)
     BK = block(K, MAX_HEAD_SIZE)  # a program needs all keys
     BV = block(V, 4096 // BK)
-    gates_and_state = map(operand, (beta, g, g_gamma, gk, gv, u, a, b, initial_state))
-    (q, q_token), (k, k_token), (v, v_token) = map(by_token, (q, k, v))
+    vectors, strides = zip(*map(by_token, (q, k, v)))
     launch(
         matrix_token_kernel,
         (sequences.N * HV * tile_count(V, BV),),
-        *(q, k, v, *gates_and_state, o, final_state),
+        TokenVectors(*vectors, *strides),
+        TokenGates(*map(operand, (g, g_gamma, gk, gv))),
+        TokenStates(operand(initial_state), final_state, count, stride),
+        *map(operand, (beta, u, a, b)),
+        o,
         **sequences.arguments,
         scale=scale,
         norm_eps=norm_eps,
@@ -145,11 +148,6 @@ def recurrent(
         HG=H if gk is None else gk.shape[2],
         K=K,
         V=V,
-        q_token=q_token,
-        k_token=k_token,
-        v_token=v_token,
-        count=count,
-        stride=stride,
         BK=BK,
         BV=BV,
         DELTA_RULE=delta_rule,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -303,24 +305,40 @@ def state_number(left, count, stride):
     return tl.where(left % stride == 0, tl.maximum(number, -1), -1)
 
 
+class TokenVectors(NamedTuple):
+    q: Any  # [tokens, H, K]; q_token elements separate its tokens
+    k: Any  # [tokens, H, K], likewise
+    v: Any  # [tokens, HV, V], likewise
+    q_token: Any
+    k_token: Any
+    v_token: Any
+
+
+class TokenGates(NamedTuple):
+    g: Any  # [tokens, HV]
+    gamma: Any  # [HV], added to `g` at every token
+    gk: Any  # [tokens, HG, K]
+    gv: Any  # [tokens, HV, V]
+
+
+class TokenStates(NamedTuple):
+    initial: Any  # [N, HV, K, V]
+    final: Any  # [N, HV, K, V], or [N, count, HV, K, V]
+    count: Any  # the number of stored states, see `state_number`; None for the final one alone
+    stride: Any
+
+
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "HG", "scale"])
 def matrix_token_kernel(
-    # One kernel computes all recurrences with a matrix state, because one token of each takes a few lines. So
-    # it has more than 25 parameters: all gates and vectors of all recurrences.
-    q,  # [tokens, H, K]; q_token elements separate its tokens
-    k,  # [tokens, H, K], likewise
-    v,  # [tokens, HV, V], likewise
+    # One kernel computes all recurrences with a matrix state, because one token of each takes a few lines.
+    vectors,  # `TokenVectors`
+    gates,  # `TokenGates`
+    states,  # `TokenStates`
     beta,  # [tokens, HV], the strength of writes; with the delta rule, the replaced part of the value
-    g,  # [tokens, HV]
-    gamma,  # [HV], added to `g` at every token
-    gk,  # [tokens, HG, K]
-    gv,  # [tokens, HV, V]
     u,  # [H, K]
     a,  # [tokens, H, K], reads the value that `b` writes or the delta rule replaces; `k` if None
     b,  # [tokens, H, K], writes the read of `a`
-    initial,  # [N, HV, K, V]
     o,  # [tokens, HV, V]
-    final,  # [N, HV, K, V], or [N, count, HV, K, V]
     cu_seqlens,
     T,
     N,
@@ -331,11 +349,6 @@ def matrix_token_kernel(
     HG,
     K,
     V,
-    q_token,
-    k_token,
-    v_token,
-    count,  # the number of stored states, see `state_number`; None for the final one alone
-    stride,
     BK: tl.constexpr,
     BV: tl.constexpr,
     DELTA_RULE: tl.constexpr,
@@ -343,6 +356,9 @@ def matrix_token_kernel(
     SOFTMAX: tl.constexpr,
 ):
     """The recurrence token by token, one program per sequence, head and block of the value axis."""
+    q, k, v, q_token, k_token, v_token = vectors
+    g, gamma, gk, gv = gates
+    initial, final, count, stride = states
     scale = in_float32(scale)
     tile, hv, n = split_program(tl.cdiv(V, BV), HV)
     nh = n * HV + hv

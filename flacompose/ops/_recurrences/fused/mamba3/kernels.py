@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -15,33 +17,20 @@ def _load(x, at, mask=None):
     return tl.load(x + at, mask=mask, other=None if mask is None else 0.0).to(tl.float32)
 
 
+class Strides(NamedTuple):
+    """The numbers of elements that separate tokens, which may be slices of a layer's projection."""
+
+    V_token: Any
+    Trap_token: Any
+    Angles_token: Any
+    Z_token: Any
+
+
 @triton.jit(do_not_specialize=["HV", "H_Q", "H_ANGLES"])
 def mamba3_token_kernel(
-    # A token has this many tensors, some of them slices of a projection: hence more than 25 parameters.
-    Q,  # [B, H_Q, S]
-    K,  # [B, H_Q, S]
-    V,  # [B, HV, P]; V_token elements separate its tokens
-    ADT,  # [B, HV]
-    DT,  # [B, HV]
-    Trap,  # [B, HV], likewise
-    Q_bias,  # [HV, S]
-    K_bias,  # [HV, S]
-    Angles,  # [B, H_ANGLES, A], likewise
-    initial_angle,  # [B, HV, A]
-    initial_state,  # [B, HV, S, P] or, with VALUES_FIRST, [B, HV, P, S]
-    initial_k,  # [B, HV, S]
-    initial_v,  # [B, HV, P]
-    D,  # [HV]
-    Z,  # [B, HV, P], likewise
-    o,  # [B, HV, P]
-    final_angle,  # [B, HV, A]
-    final_state,  # of the axes of `initial_state`
-    final_k,  # [B, HV, S]
-    final_v,  # [B, HV, P]
-    V_token,
-    Trap_token,
-    Angles_token,
-    Z_token,
+    inputs,  # `Inputs`, with None in place of `values_first`, which is a constant
+    strides,  # `Strides`
+    outputs,  # `Outputs`
     HV,
     H_Q,
     H_ANGLES,
@@ -53,6 +42,26 @@ def mamba3_token_kernel(
     BP: tl.constexpr,
 ):
     """One program per sequence, head and block of values. The first block of a head also stores keys and angles."""
+    (
+        Q,
+        K,
+        V,
+        ADT,
+        DT,
+        Trap,
+        Q_bias,
+        K_bias,
+        Angles,
+        initial_angle,
+        initial_state,
+        initial_k,
+        initial_v,
+        D,
+        Z,
+        _,
+    ) = inputs
+    V_token, Trap_token, Angles_token, Z_token = strides
+    o, final_angle, final_state, final_k, final_v = outputs
     tiles = tl.cdiv(P, BP)
     tile, h, n = split_program(tiles, HV)
     bh = n * HV + h

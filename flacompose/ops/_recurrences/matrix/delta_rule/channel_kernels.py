@@ -46,7 +46,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flacompose.ops._recurrences.matrix.delta_rule.kernels import solve
+from flacompose.ops._recurrences.matrix.delta_rule.kernels import at_head, solve
 from flacompose.ops._recurrences.matrix.gates_of_channels import (
     BLOCK_LEVELS,
     LEVELS,
@@ -175,10 +175,7 @@ def _pairs(q, k, a, g, s, t, IN_BLOCKS: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def delta_channel_factor_kernel(
-    q,  # [tokens, H, K]
-    k,  # [tokens, H, K]
-    a,  # [tokens, H, K], reading keys, if they are not `k`
-    beta,  # [tokens, HV]
+    vectors,  # `KeyVectors`
     gk,  # [tokens, HV, K]
     W,  # [tokens, HV, K]
     P,  # [chunks, HV, C, C], transposed
@@ -212,6 +209,7 @@ def delta_channel_factor_kernel(
     `KEEP` the writing keys, which are computed from these sums, are kept until the last product. Otherwise
     they are computed again.
     """
+    beta = vectors.beta
     scale = in_float32(scale)
     row, h, lo, hi = chunk_of_program(T, N, HV, cu_seqlens, C)
     if lo >= hi:
@@ -221,11 +219,7 @@ def delta_channel_factor_kernel(
         if tl.load(mild + rh) != 0:
             return
     first = lo * HV + h
-    of_keys = (lo * H + h // (HV // H)) * K
-    q += of_keys
-    k += of_keys
-    if a is not None:
-        a += of_keys
+    q, k, a = at_head(vectors, (lo * H + h // (HV // H)) * K)
     gk += first * K
     W += first * K
     q_read += first * K
@@ -308,11 +302,8 @@ def delta_channel_factor_kernel(
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "scale"])
 def delta_channel_product_gradient_kernel(
-    r,  # [tokens, HV, V]
-    do,  # [tokens, HV, V]
-    dv,  # [tokens, HV, V]
-    pairs,  # [chunks, HV, 2, C, C]: `of_q` and `of_k`, without their diagonals
-    diagonal,  # [chunks, HV, C]: the diagonal of `of_q`
+    values,  # `ValueVectors`
+    stored,  # `StoredPairs`
     cu_seqlens,
     T,
     N,
@@ -326,6 +317,8 @@ def delta_channel_product_gradient_kernel(
 
     They are rounded here for products in TF32.
     """
+    do, r, dv = values
+    pairs, diagonal = stored.pairs, stored.diagonal
     scale = in_float32(scale)
     row, h, lo, hi = chunk_of_program(T, N, HV, cu_seqlens, C)
     if lo >= hi:
@@ -401,23 +394,14 @@ def by_levels(
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def delta_channel_gradient_kernel(
     # One kernel computes the gradients of readers and of writers, because both need the same gates, states
-    # and pairs. So it has more than 25 parameters.
-    q,  # [tokens, H, K]
-    k,  # [tokens, H, K]
-    a,  # [tokens, H, K], reading keys, if they are not `k`
-    beta,  # [tokens, HV]
+    # and pairs.
+    vectors,  # `KeyVectors`
     gk,  # [tokens, HV, K]
-    r,  # [tokens, HV, V]
-    do,  # [tokens, HV, V]
-    dv,  # [tokens, HV, V]
-    pairs,  # [chunks, HV, 2, C, C], from `delta_channel_product_gradient_kernel`, like `diagonal`
-    diagonal,  # [chunks, HV, C]
+    values,  # `ValueVectors`
+    stored,  # `StoredPairs`, from `delta_channel_product_gradient_kernel`
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it
-    dq,  # [tokens, HV, K]
-    dk,  # [tokens, HV, K]
-    da,  # [tokens, HV, K], if `a` is given
-    dbeta,  # [tokens, tiles of K, HV], to be added up
+    made,  # `KeyGradients`
     dgk,  # [tokens, HV, K]
     mild,  # [chunks, HV, tiles of K], whether gates are factorisable
     cu_seqlens,
@@ -440,6 +424,10 @@ def delta_channel_gradient_kernel(
     Hopper only the second launch is needed. Registers are scarce, so queries and keys are processed one after
     the other, and inputs are loaded again rather than kept.
     """
+    beta = vectors.beta
+    do, r, dv = values
+    dq, dk, da, dbeta = made
+    pairs, diagonal = stored.pairs, stored.diagonal
     scale = in_float32(scale)
     tiles: tl.constexpr = (K + BK - 1) // BK
     tile, row, h, lo, hi = tile_of_program(tiles, T, N, HV, cu_seqlens, C)
@@ -455,12 +443,8 @@ def delta_channel_gradient_kernel(
     size = size_of_chunk(lo, hi, C)
     d = numbers_of_tile(tile, BK)
     first = lo * HV + h
-    of_keys = (lo * H + h // (HV // H)) * K
-    q += of_keys
-    k += of_keys
-    key_reader = k
-    if a is not None:
-        key_reader = a + of_keys
+    q, k, a = at_head(vectors, (lo * H + h // (HV // H)) * K)
+    key_reader = k if a is None else a
     gk += first * K
     r += first * V
     do += first * V

@@ -9,6 +9,7 @@ from flacompose.ops._launch.operands import operand
 from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.matrix.delta_rule import launch_factors, launch_gradients
 from flacompose.ops._recurrences.matrix.delta_rule import launch_state_passing as state_passing
+from flacompose.ops._recurrences.matrix.delta_rule.arguments import ValueVectors
 from flacompose.ops._recurrences.matrix.delta_rule.launch_state_passing import scratch
 from flacompose.ops._recurrences.matrix.delta_rule.operands import operands
 from flacompose.ops._recurrences.matrix.delta_rule.plan import chunk_size, plan_of
@@ -19,10 +20,10 @@ def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
     x = operands(inputs, chunk_size(inputs.q, inputs.gk is not None))
     gates = launch_factors.gates(x, inputs.g)
-    factors = launch_factors.factors(x, plan_of(x, "chunk"), gates)
+    passing = launch_factors.factors(x, plan_of(x, "chunk"), gates)
     o = x.tokens.per_token(x.tokens.H, x.tokens.V, dtype=inputs.v.dtype)
     final_state = x.tokens.state(torch.float32)
-    state_passing.forwards(factors, o=o, final=final_state)
+    state_passing.forwards(passing, o=o, final=final_state)
     return x.tokens.batched(o), final_state
 
 
@@ -45,40 +46,43 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     do, d_final_state = operand(call.do), operand(call.arriving.final_state)
     plan = plan_of(x, "backward", do, with_keys=by_writes)
     gates = launch_factors.gates(x, inputs.g)
-    factors = launch_factors.factors(x, plan, gates, with_r=by_reads)
+    passing = launch_factors.factors(x, plan, gates, with_r=by_reads)
     start = call.wanted_input("initial_state")
     d_initial_state = None if start is None else tokens.state(start.dtype)
-    is_joint = plan.is_joint
+    in_one_kernel = plan.gradients.passes_states
     reverses = by_states or wants("v", "initial_state")
-    at_once = by_reads and reverses and plan.passing.has_few_programs and not is_joint
+    at_once = by_reads and reverses and plan.passing.has_few_programs and not in_one_kernel
     r = S = dS = dv = None
     made: dict[str, Tensor] = {}
     if by_reads:
         r, S = scratch(tokens, tokens.V), tokens.per_chunk_state()
     if by_reads and not at_once:
-        state_passing.forwards(factors, r=r, states=S)
-        factors.Y = None  # frees its memory for the kernels that follow
-    if is_joint:
+        state_passing.forwards(passing, r=r, states=S)
+        passing.factors = passing.factors._replace(Y=None)  # frees its memory for the kernels that follow
+    if in_one_kernel:
         assert r is not None and S is not None
-        passed = launch_gradients.Passed(do, r, None, S, None)
-        joint = launch_gradients.with_state_passing(x, plan, factors, passed, d_final_state, d_initial_state)
-        del factors, passed
+        of_heads = launch_gradients.with_state_passing(
+            x, plan, passing, do, r, S, d_final_state, d_initial_state
+        )
+        del passing
         S = None  # gives its memory back to the sums that follow
-        made = launch_gradients.of_joint(x, joint, wants)
+        made = launch_gradients.of_heads(x, *of_heads, wants)
         return call.made(**made, v=tokens.batched(r), initial_state=d_initial_state)
     if reverses:
         dS = tokens.per_chunk_state() if by_states else None
-        dv = state_passing.place_of_dv(factors, alone=not at_once)
+        dv = state_passing.place_of_dv(passing, alone=not at_once)
         made["v"] = tokens.batched(dv)
-        backwards = {"dv": dv, "d_states": dS, "d_initial": d_initial_state}
+        backwards = passing, do, d_final_state, dv, None, dS, d_initial_state
         if at_once:
-            state_passing.both_directions(factors, do, d_final_state, r=r, states=S, **backwards)
+            assert r is not None and S is not None
+            state_passing.both_directions(*backwards, r=r, states=S)
         else:
-            state_passing.backwards(factors, do, d_final_state, **backwards)
-    del factors  # which only state passing needs
+            state_passing.backwards(*backwards)
+        del backwards
+    del passing  # which only state passing needs
     if r is not None and S is not None:
-        passed = launch_gradients.Passed(do, r, dv, S, dS)
-        made |= launch_gradients.gradients(x, plan, gates, passed, wants("g", "gk"))
+        values = ValueVectors(do, r, dv)
+        made |= launch_gradients.gradients(x, plan, gates, values, S, dS, wants("g", "gk"))
     if inputs.gk is not None and wants("g"):
         made["g"] = made["gk"].sum(-1)
     return call.made(**made, initial_state=d_initial_state)

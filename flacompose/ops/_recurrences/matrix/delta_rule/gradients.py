@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flacompose.ops._recurrences.matrix.delta_rule.kernels import at_chunk, at_head
 from flacompose.ops._recurrences.matrix.gates_of_heads import (
     BEGINNING,
     ENDING,
@@ -80,22 +81,12 @@ def load_before(x, token, end, d, H, D):
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def delta_head_gradient_kernel(
     # One kernel computes the gradients of queries and of keys, because both need the same vectors and states.
-    # So it has more than 25 parameters.
-    q,  # [tokens, H, K]
-    k,  # [tokens, H, K]
-    a,  # [tokens, H, K], reading keys; `k` if it is None
-    beta,  # [tokens, HV]
-    sums,  # [chunks, HV, C]
-    rest,  # [chunks, HV, C]
-    r,  # [tokens, HV, V]
-    do,  # [tokens, HV, V]
-    dv,  # [tokens, HV, V]
+    vectors,  # `KeyVectors`
+    gates,  # `GateSums`
+    values,  # `ValueVectors`
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it
-    dq,  # [tokens, HV, K]
-    dk,  # [tokens, HV, K]
-    da,  # [tokens, HV, K], with `a`
-    dbeta,  # [tokens, tiles of K, HV], to be added up
+    made,  # `KeyGradients`
     d_sums,  # [chunks, 3 * tiles of K, HV, C], for `head_gate_gradient_kernel`, like `d_total`
     d_total,  # [chunks, HV, K]
     cu_seqlens,
@@ -118,6 +109,9 @@ def delta_head_gradient_kernel(
     scarce, so queries and keys are processed one after the other, and inputs and weights are loaded again
     rather than kept.
     """
+    beta = vectors.beta
+    do, r, dv = values
+    dq, dk, da, dbeta = made
     scale = in_float32(scale)
     tiles: tl.constexpr = (K + BK - 1) // BK
     tile, row, h, lo, hi = tile_of_program(tiles, T, N, HV, cu_seqlens, C)
@@ -129,19 +123,13 @@ def delta_head_gradient_kernel(
     t, s = i[:, None], i[None, :]
     d = numbers_of_tile(tile, BK)
     size = size_of_chunk(lo, hi, C)
-    of_keys = (lo * H + h // (HV // H)) * K
-    q += of_keys
-    k += of_keys
-    if a is not None:
-        a += of_keys
+    q, k, a = at_head(vectors, (lo * H + h // (HV // H)) * K)
     r += first * V
     states += rh * K * V
     beta_i = load_numbers(beta, first, i, size, HV)
     beta_t = beta_i[:, None]
+    sums, rest = at_chunk(gates, rh * C)
     if sums is not None:
-        sums += rh * C
-        if rest is not None:
-            rest += rh * C
         from_start, to_end, of_chunk = decayed_rows(sums, rest, C)
 
     # 1. The reads of queries, with the gradient do.

@@ -136,14 +136,24 @@ def solve(of_q, of_k, beta, P, Y, DOT: tl.constexpr):
     return solved
 
 
+@triton.jit
+def at_head(vectors, of_keys):
+    """`KeyVectors` without beta, from the element `of_keys` on."""
+    q, k, a, _ = vectors
+    return q + of_keys, k + of_keys, None if a is None else a + of_keys
+
+
+@triton.jit
+def at_chunk(gates, of_chunk):
+    """`GateSums` from the element `of_chunk` on."""
+    sums, rest = gates
+    return None if sums is None else sums + of_chunk, None if rest is None else rest + of_chunk
+
+
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def delta_factor_kernel(
-    q,  # [tokens, H, K]
-    k,  # [tokens, H, K]
-    a,  # [tokens, H, K], reading keys; `k` if it is None
-    beta,  # [tokens, HV]
-    sums,  # [chunks, HV, C], running sums of the gates of heads, from `head_gate_sum_kernel` of head decay
-    rest,  # [chunks, HV, C]
+    vectors,  # `KeyVectors`
+    gates,  # `GateSums`
     W,  # [tokens, HV, K]
     P,  # [chunks, HV, C, C], transposed
     Y,  # [chunks, HV, C, C], transposed, in float32
@@ -161,6 +171,7 @@ def delta_factor_kernel(
     DOT: tl.constexpr,
 ):
     """Fills `W`, `P` and, if given, `Y` and `log_norm`."""
+    q, k, a, beta = vectors
     scale = in_float32(scale)
     # Heads of values that share queries and keys are neighbours, so that queries and keys are read from
     # memory once.
@@ -191,10 +202,8 @@ def delta_factor_kernel(
             # Not the diagonal of `of_k`: Triton 3.6 does not compile its sum for Blackwell.
             of_itself += tl.sum(k_.to(tl.float32) * k_.to(tl.float32), 1)
     of_q = tl.where(s <= t, of_q * scale, 0.0)
+    sums, rest = at_chunk(gates, rh * C)
     if sums is not None:
-        sums += rh * C
-        if rest is not None:
-            rest += rh * C
         between = decayed_pairs(sums, rest, C)
         of_q *= between
         if READ_BEFORE:
@@ -416,24 +425,13 @@ def chunks_to_pass(
 @triton.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
 def delta_state_passing_kernel(
     # One kernel for all recurrences that erase, because only their factors differ: gates of heads or of
-    # channels, and the keys that write. So it has more than 25 parameters, as do the kernels below.
-    q,  # [tokens, HK, K]; where gates are of channels, `q_read`, and HK is HV
-    k,  # [tokens, HK, K], reading keys; likewise `k_read`
+    # channels, and the keys that write.
+    factors,  # `WYFactors`
+    decays,  # `ChunkDecays`
+    passed,  # `PassedStates`
     v,  # [tokens, HV, V], zeros if absent; v_token elements separate its tokens
-    sums,  # [chunks, HV, C]
-    rest,  # [chunks, HV, C]
-    total,  # [chunks, HV, K]
-    W,  # [tokens, HV, K]
-    b,  # [tokens, HV, K], keys that write the reads of `k`, in the low-rank recurrence
-    P,  # [chunks, HV, C, C], transposed
-    Y,  # [chunks, HV, C, C], transposed, in float32
-    log_norm,  # [chunks, HV], the log-norm bound: passes for `ends` cover `chunks_that_count` only
-    initial,  # [SEGMENTS, N, HV, K, V], before each segment
     o,  # [tokens, HV, V]
     r,  # [tokens, HV, V]
-    states,  # [chunks, HV, K, V], before each chunk
-    ends,  # [SEGMENTS, N, HV, K, V], after each segment
-    final,  # [N, HV, K, V]
     cu_seqlens,
     T,
     N,
@@ -452,13 +450,16 @@ def delta_state_passing_kernel(
     READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """State passing forwards in time: fills `o`, `r`, `states`, `ends` and `final`, if given.
+    """State passing forwards in time: fills `o`, `r` and, from `initial`, what else is given in `passed`.
 
     One program passes the state through one segment of one sequence, or with `WARM_STARTS` through the segments
     that `chunks_of_program` returns; the `ends` of segments in which not all heads decay to zero are then
     meaningless. Without `initial` it starts at zero or, with `IDENTITY`, at the identity matrix. The state is
     a tuple with one tile for each `BK` keys.
     """
+    q, k, W, b, P, Y = factors
+    sums, rest, total, log_norm = decays
+    initial, states, ends, final = passed
     scale = in_float32(scale)
     tile, h, ns = split_program(tl.cdiv(V, BV), HV)
     segment = ns // N
@@ -555,22 +556,12 @@ def delta_state_passing_kernel(
 
 @triton.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
 def delta_backward_state_passing_kernel(
-    q,  # [tokens, HK, K]; where gates are of channels, `q_read`, and HK is HV
-    k,  # [tokens, HK, K], reading keys; likewise `k_read`
+    factors,  # `WYFactors`
+    decays,  # `ChunkDecays`
+    passed,  # `PassedGradients`
     do,  # [tokens, HV, V]
-    sums,  # [chunks, HV, C]
-    rest,  # [chunks, HV, C]
-    total,  # [chunks, HV, K]
-    W,  # [tokens, HV, K]
-    b,  # [tokens, HV, K], as in `delta_state_passing_kernel`
-    P,  # [chunks, HV, C, C], transposed
-    log_norm,  # [chunks, HV], as in `delta_state_passing_kernel`
-    d_final,  # [SEGMENTS, N, HV, K, V], after each segment
     dv,  # [tokens, HV, V]; it may be W, because W of a chunk is not read after its dv is stored
     du,  # [tokens, HV, V], with `b`: its product with the gradient of the state
-    d_states,  # [chunks, HV, K, V], after each chunk
-    ends,  # [SEGMENTS, N, HV, K, V], before each segment
-    d_initial,  # [N, HV, K, V]
     cu_seqlens,
     T,
     N,
@@ -587,10 +578,13 @@ def delta_backward_state_passing_kernel(
     READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """State passing backwards in time: fills `dv`, `du`, `d_states`, `ends` and `d_initial`, if given.
+    """State passing backwards in time: fills `dv`, `du` and, from `d_final`, what else is given in `passed`.
 
     `WARM_STARTS` is as in `delta_state_passing_kernel`.
     """
+    q, k, W, b, P, _ = factors
+    sums, rest, total, log_norm = decays
+    d_final, d_states, ends, d_initial = passed
     scale = in_float32(scale)
     tile, h, ns = split_program(tl.cdiv(V, BV), HV)
     segment = ns // N

@@ -3,165 +3,145 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flacompose.ops._launch.launch import launch
 from flacompose.ops._launch.operands import tile_count
+from flacompose.ops._recurrences.matrix.delta_rule.arguments import (
+    GateSums,
+    KeyGradients,
+    KeyVectors,
+    StoredPairs,
+    ValueVectors,
+)
 from flacompose.ops._recurrences.matrix.delta_rule.gradients import delta_add_heads_kernel
-from flacompose.ops._recurrences.matrix.delta_rule.launch_factors import Gates
-from flacompose.ops._recurrences.matrix.delta_rule.launch_state_passing import Factors, starts_of_gradients
-from flacompose.ops._recurrences.matrix.delta_rule.operands import Operands, launch_step
+from flacompose.ops._recurrences.matrix.delta_rule.launch_factors import CallGates
+from flacompose.ops._recurrences.matrix.delta_rule.launch_state_passing import (
+    PassOperands,
+    starts_of_gradients,
+)
+from flacompose.ops._recurrences.matrix.delta_rule.operands import CallOperands, launch_steps
 from flacompose.ops._recurrences.matrix.delta_rule.plan import Plan
 from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay
 
 ADDED = 2048  # sums over heads that a program of `delta_add_heads_kernel` computes
 
 
-class Passed(NamedTuple):
-    """The results of state passing, and `do`; None if unwanted. Without `d_states` queries alone have gradients."""
-
-    do: Tensor
-    r: Tensor
-    dv: Tensor | None
-    states: Tensor
-    d_states: Tensor | None
-
-
-def gradients(x: Operands, plan: Plan, gates: Gates, passed: Passed, wants_gates: bool) -> dict[str, Tensor]:
+def gradients(
+    x: CallOperands,
+    plan: Plan,
+    gates: CallGates,
+    values: ValueVectors,
+    states: Tensor,
+    d_states: Tensor | None,
+    wants_gates: bool,
+) -> dict[str, Tensor]:
     """The gradients of queries and, with `d_states`, of keys, `a`, `beta` and wanted gates.
 
     The table of `channel_kernels` says which kernel computes which chunks and tiles where gates are of channels.
     """
-    tokens, H, HV = x.tokens, x.q.shape[2], x.tokens.H
-    BK = plan.gradients[-1].config["BK"]
-    tiles = tile_count(tokens.K, BK)
-    products: dict[str, Tensor | None] = {}
-    if plan.products is not None:
-        sizes, dtype = plan.products
-        products = {
-            "pairs": tokens.per_chunk(HV, *sizes, dtype=dtype),
-            "diagonal": tokens.per_chunk(HV, tokens.C),
-            "of_before": tokens.per_chunk(HV, tokens.C) if x.read_before else None,
-        }
-    marks: dict[str, Tensor | None] = {}
-    if x.gk is not None:
-        marks = {
-            "mild": tokens.per_chunk(HV, tiles, dtype=torch.int8),
-            "factorisable_chunks": gates.factorisable,
-        }
-    heads = H if plan.adds_heads else HV
-    outputs = _memory(x, tiles, heads)
+    tokens, H, HV, tiles = x.tokens, x.q.shape[2], x.tokens.H, plan.gradients.tiles
+    heads = H if plan.gradients.adds_heads else HV
+    made = _memory(x, tiles, heads)
     # Always allocated, so that the bits of other gradients do not depend on whether those of gates are wanted.
-    d_sums, d_total = _sums(x, gates, tiles)
-    dgk = None
-    if x.gk is not None and wants_gates:
-        dgk = tokens.per_token(HV, tokens.K, dtype=x.gk.dtype)
-    if passed.d_states is None:
-        passed = passed._replace(dv=None)
-        outputs, d_sums, d_total = dict.fromkeys(outputs) | {"dq": outputs["dq"]}, None, None
-    vectors = {"q": x.q, "k": x.k, "a": x.a, "beta": x.beta, "gk": x.gk, "H": H}
-    of_gates = {"sums": gates.sums, "rest": gates.rest, "d_sums": d_sums, "d_total": d_total, "dgk": dgk}
-    for step in plan.gradients:
-        # The stored products do not depend on the tile of keys.
-        programs = (tiles if "BK" in step.config else 1) * tokens.chunks * heads
-        launch_step(
-            step,
-            (programs,),
-            tokens,
-            **vectors,
-            **passed._asdict(),
-            **outputs,
-            **products,
-            **marks,
-            **of_gates,
-            READ_BEFORE=x.read_before,
+    d_sums, d_total = _sums(x, gates.sums, tiles)
+    if d_states is None:
+        values, made = values._replace(dv=None), KeyGradients(made.dq, None, None, None)
+        d_sums = d_total = None
+    arguments: dict[str, Any] = {"vectors": KeyVectors(x.q, x.k, x.a, x.beta), "values": values, "made": made}
+    arguments |= {"states": states, "d_states": d_states}
+    if plan.gradients.products is not None:
+        sizes, dtype = plan.gradients.products
+        arguments["stored"] = StoredPairs(
+            tokens.per_chunk(HV, *sizes, dtype=dtype),
+            tokens.per_chunk(HV, tokens.C),
+            tokens.per_chunk(HV, tokens.C) if x.read_before else None,
         )
-    made = _added_up(x, outputs)
+    dgk = None
+    if x.gk is None:
+        arguments |= {"gates": gates.sums, "d_sums": d_sums, "d_total": d_total, "READ_BEFORE": x.read_before}
+    else:
+        dgk = tokens.per_token(HV, tokens.K, dtype=x.gk.dtype) if wants_gates else None
+        arguments |= {"gk": x.gk, "dgk": dgk, "mild": tokens.per_chunk(HV, tiles, dtype=torch.int8)}
+        if plan.gradients.takes_marks:
+            arguments["factorisable_chunks"] = gates.factorisable_chunks
+    launch_steps(plan.gradients.steps, tokens.chunks * heads, tokens, H=H, **arguments)
+    found = _added_up(x, made)
     if dgk is not None:
-        made["gk"] = tokens.batched(dgk)
-    return made | (_gate_gradient(x, d_sums, d_total) if wants_gates and x.gk is None else {})
-
-
-class Joint(NamedTuple):
-    """The results of `with_state_passing`: gradients for each head of values, and those of sums of gates."""
-
-    outputs: dict[str, Tensor]
-    d_sums: Tensor | None
-    d_total: Tensor | None
+        found["gk"] = tokens.batched(dgk)
+    return found | (_gate_gradient(x, d_sums, d_total) if wants_gates and x.gk is None else {})
 
 
 def with_state_passing(
-    x: Operands,
+    x: CallOperands,
     plan: Plan,
-    factors: Factors,
-    passed: Passed,
+    passing: PassOperands,
+    do: Tensor,
+    r: Tensor,
+    states: Tensor,
     d_final: Tensor | None,
     d_initial: Tensor | None,
-) -> Joint:
+) -> tuple[KeyGradients, Tensor | None, Tensor | None]:
     """`backwards` of state passing and the gradients of queries, keys and `beta` in one kernel.
 
-    It overwrites `r` with dv, and W with the gradient of queries: a program has read both of a chunk when it
-    stores their successors.
+    Returns the gradients for each head of values, and those of sums of gates. It overwrites `r` with dv, and W
+    with the gradient of queries: a program has read both of a chunk when it stores their successors.
     """
-    tokens, (step,), K = x.tokens, plan.gradients, x.tokens.K
-    d_final = starts_of_gradients(factors, passed.do, d_final)
-    dq = factors.W
-    assert dq is not None
-    outputs = {"dq": dq, "dk": tokens.per_token(tokens.H, K, dtype=tokens.dtype)}
-    outputs["dbeta"] = tokens.per_token(K // 64, tokens.H, dtype=torch.float32)
-    d_sums, d_total = _sums(x, Gates(sums=factors.sums), K // 64)
-    vectors = {"q": x.q, "k": x.k, "beta": x.beta, "W": dq, "P": factors.P, "sums": factors.sums}
-    launch_step(
-        step,
-        (plan.passing.segments * tokens.N * tokens.H,),
-        tokens,
-        **vectors,
-        **passed._replace(dv=passed.r)._asdict(),
-        **outputs,
-        d_sums=d_sums,
-        d_total=d_total,
-        d_final=d_final,
-        d_initial=d_initial,
-        SEGMENTS=plan.passing.segments,
-        GROUP=tokens.H // x.q.shape[2],
-        D=K,
-    )
-    return Joint(outputs, d_sums, d_total)
+    tokens, K, sums = x.tokens, x.tokens.K, passing.decays.sums
+    d_final = starts_of_gradients(passing, do, d_final)
+    W = passing.factors.W
+    dk = tokens.per_token(tokens.H, K, dtype=tokens.dtype)
+    made = KeyGradients(W, dk, None, tokens.per_token(K // 64, tokens.H, dtype=torch.float32))
+    d_sums, d_total = _sums(x, GateSums(sums), K // 64)
+    tensors = {"q": x.q, "k": x.k, "beta": x.beta, "W": W, "P": passing.factors.P, "sums": sums}
+    tensors |= {"do": do, "r": r, "dv": r, "states": states, "d_final": d_final, "d_initial": d_initial}
+    tensors |= {"dq": W, "dk": dk, "dbeta": made.dbeta, "d_sums": d_sums, "d_total": d_total}
+    sizes = {"SEGMENTS": plan.passing.segments, "GROUP": tokens.H // x.q.shape[2], "D": K}
+    segments = plan.passing.segments * tokens.N * tokens.H
+    launch_steps(plan.gradients.steps, segments, tokens, **tensors, **sizes)
+    return made, d_sums, d_total
 
 
-def of_joint(x: Operands, joint: Joint, wants: Callable[..., bool]) -> dict[str, Tensor]:
-    """The wanted gradients, added up over the heads that share keys.
+def of_heads(
+    x: CallOperands,
+    made: KeyGradients,
+    d_sums: Tensor | None,
+    d_total: Tensor | None,
+    wants: Callable[..., bool],
+) -> dict[str, Tensor]:
+    """The wanted gradients from `with_state_passing`, added up over the heads that share keys.
 
     Each sum is rounded as in `hopper/head_gradients`, which adds to the stored sum of the heads before.
     """
-    tokens, (H, K), outputs = x.tokens, x.q.shape[2:], joint.outputs
+    tokens, (H, K) = x.tokens, x.q.shape[2:]
     if tokens.H != H:
-        outputs = {"dbeta": outputs["dbeta"]}
+        added = KeyGradients(None, None, None, made.dbeta)
         for name in filter(wants, ("q", "k")):
             sums = tokens.per_token(H, K, dtype=tokens.dtype)
             sizes = {"size": sums.numel(), "GROUP": tokens.H // H, "K": K, "BLOCK": ADDED}
             grid = (tile_count(sums.numel(), ADDED),)
-            arguments = {"x": joint.outputs[f"d{name}"], "sums": sums, **sizes, "num_warps": 4}
+            arguments = {"x": getattr(made, f"d{name}"), "sums": sums, **sizes, "num_warps": 4}
             launch(delta_add_heads_kernel, grid, **arguments)
-            outputs[f"d{name}"] = sums
-    made = _added_up(x, outputs)
-    return made | (_gate_gradient(x, joint.d_sums, joint.d_total) if wants("g") else {})
+            added = added._replace(**{f"d{name}": sums})
+        made = added
+    found = _added_up(x, made)
+    return found | (_gate_gradient(x, d_sums, d_total) if wants("g") else {})
 
 
-def _memory(x: Operands, tiles: int, heads: int) -> dict[str, Any]:
+def _memory(x: CallOperands, tiles: int, heads: int) -> KeyGradients:
     """Memory for dq, dk and da, with this many `heads`, and for dbeta, in the layout of `_added_up`."""
     tokens = x.tokens
-    outputs: dict[str, Any] = {
-        name: None if given is None else tokens.per_token(heads, tokens.K, dtype=tokens.dtype)
-        for name, given in (("dq", x.q), ("dk", x.k), ("da", x.a))
-    }
-    return outputs | {"dbeta": tokens.per_token(tiles, tokens.H, dtype=torch.float32)}
+    dq, dk, da = (
+        None if given is None else tokens.per_token(heads, tokens.K, dtype=tokens.dtype)
+        for given in (x.q, x.k, x.a)
+    )
+    return KeyGradients(dq, dk, da, tokens.per_token(tiles, tokens.H, dtype=torch.float32))
 
 
-def _sums(x: Operands, gates: Gates, tiles: int) -> tuple[Tensor | None, Tensor | None]:
+def _sums(x: CallOperands, gates: GateSums, tiles: int) -> tuple[Tensor | None, Tensor | None]:
     """Memory for the gradients of sums of gates, in the layout of `_gate_gradient`."""
     tokens = x.tokens
     if gates.sums is None:
@@ -169,17 +149,17 @@ def _sums(x: Operands, gates: Gates, tiles: int) -> tuple[Tensor | None, Tensor 
     return tokens.per_chunk(3 * tiles, tokens.H, tokens.C), tokens.per_chunk(tokens.H, tokens.K)
 
 
-def _gate_gradient(x: Operands, d_sums: Tensor | None, d_total: Tensor | None) -> dict[str, Tensor]:
+def _gate_gradient(x: CallOperands, d_sums: Tensor | None, d_total: Tensor | None) -> dict[str, Tensor]:
     """The gradient of gates of heads, by its name."""
     assert d_sums is not None and d_total is not None
     tiles = d_sums.shape[1] // 3
     return {"g": head_decay.gate_gradient(x.tokens, d_sums, (tiles,) * 3, d_total, 1.0, torch.float32)}
 
 
-def _added_up(x: Operands, outputs: dict[str, Any]) -> dict[str, Tensor]:
+def _added_up(x: CallOperands, made: KeyGradients) -> dict[str, Tensor]:
     """The gradients of queries, keys, `a` and `beta`: sums over heads of values, and over tiles of the key axis."""
-    H, made = x.q.shape[2], {}
-    for name, gradient in outputs.items():
+    H, found = x.q.shape[2], {}
+    for name, gradient in made._asdict().items():
         if gradient is None:
             continue
         gradient = x.tokens.batched(gradient)
@@ -190,5 +170,5 @@ def _added_up(x: Operands, outputs: dict[str, Any]) -> dict[str, Tensor]:
             # PyTorch's sum of two takes twice as long as an addition.
             of_two = x.tokens.H == 2 * H
             gradient = gradient[:, :, :, 0] + gradient[:, :, :, 1] if of_two else gradient.sum(3)
-        made[name.removeprefix("d")] = gradient
-    return made
+        found[name.removeprefix("d")] = gradient
+    return found

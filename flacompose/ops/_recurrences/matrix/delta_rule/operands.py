@@ -1,4 +1,4 @@
-"""The operands of one call of the delta rule on CUDA, and the launch of a step of its plan."""
+"""The operands of one call of the delta rule on CUDA, and the launches of its plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flacompose.ops._launch.sequences import MatrixSequences
 from flacompose.ops._recurrences.matrix.inputs import Inputs
 
 
-class Operands(NamedTuple):
+class CallOperands(NamedTuple):
     """The inputs in the form that kernels take, and the layout of their tokens."""
 
     tokens: MatrixSequences  # its `H` is the number of heads of values
@@ -39,7 +39,7 @@ class Operands(NamedTuple):
         return self.a is None and not self.read_before
 
 
-def operands(inputs: Inputs, C: int) -> Operands:
+def operands(inputs: Inputs, C: int) -> CallOperands:
     """The operands of a call whose chunks have `C` tokens."""
     g, gk = inputs.g, inputs.gk
     if inputs.read_before and gk is not None:
@@ -54,7 +54,7 @@ def operands(inputs: Inputs, C: int) -> Operands:
     v, v_token = operand_by_token(inputs.v)
     # Without gates, reads before and after the decay are the same.
     read_before = inputs.read_before and g is not None
-    return Operands(
+    return CallOperands(
         tokens, q, k, a, beta, gk, v, v_token, operand(inputs.initial_state), g is not None, read_before
     )
 
@@ -65,14 +65,23 @@ class Step(NamedTuple):
     file: str  # in this folder
     kernel: str
     config: dict[str, int]  # block sizes, flags, warps and stages
+    programs: int = 1  # for each chunk, or segment, and head
+    directions: int = 1  # the second axis of the grid: 2 to pass states forwards and backwards in time
 
 
-def launch_step(step: Step, grid: tuple[int, ...], tokens: MatrixSequences, **arguments: Any) -> None:
-    """Launch the kernel of `step` with those of the `arguments` and of the sizes of `tokens` that it takes.
+def launch_steps(steps: tuple[Step, ...], groups: int, tokens: MatrixSequences, **arguments: Any) -> None:
+    """Launch the kernels of `steps` with programs for each of the `groups`: chunks or segments, times heads.
 
-    It is imported here: Gluon's kernels need a Triton that others do not.
+    A kernel takes those of the `arguments` and of the sizes of `tokens` that it has parameters for. It raises a
+    TypeError if an argument is absent, or if no kernel takes it. Kernels are imported here: Gluon's need a
+    Triton that others do not.
     """
-    kernel = getattr(import_module(f"{__package__}.{step.file}"), step.kernel)
-    arguments = {**tokens.arguments, "HV": tokens.H, "K": tokens.K, "V": tokens.V, "C": tokens.C, **arguments}
-    taken = {name: arguments[name] for name in kernel.arg_names if name in arguments}
-    launch(kernel, grid, **taken, **step.config)
+    kernels = [getattr(import_module(f"{__package__}.{step.file}"), step.kernel) for step in steps]
+    if unknown := arguments.keys() - {name for kernel in kernels for name in kernel.arg_names}:
+        raise TypeError(f"{', '.join(step.kernel for step in steps)}: no kernel takes {sorted(unknown)}")
+    given = {**tokens.arguments, "HV": tokens.H, "K": tokens.K, "V": tokens.V, "C": tokens.C, **arguments}
+    for step, kernel in zip(steps, kernels):
+        if absent := {*kernel.arg_names} - given.keys() - step.config.keys():
+            raise TypeError(f"{step.kernel} takes {sorted(absent)} too, got {sorted(arguments)}")
+        taken = {name: given[name] for name in kernel.arg_names if name in given}
+        launch(kernel, (step.programs * groups, step.directions), **taken, **step.config)

@@ -43,7 +43,7 @@ from flacompose.ops._launch.operands import block, tile_count
 from flacompose.ops._launch.sequences import MatrixSequences
 from flacompose.ops._recurrences.matrix.channel_decay import cuda as channel_decay
 from flacompose.ops._recurrences.matrix.delta_rule.kernels import ASKED, HEADS
-from flacompose.ops._recurrences.matrix.delta_rule.operands import Operands, Step
+from flacompose.ops._recurrences.matrix.delta_rule.operands import CallOperands, Step
 
 # The most heads of values that share keys for which kernels for Hopper add up the gradients of queries, keys
 # and `a`. Each sum is rounded to the dtype of the inputs, and with more heads these roundings would exceed
@@ -61,6 +61,7 @@ class Passing(NamedTuple):
     backwards: Step
     both_directions: Step  # `forwards` and `backwards` in one launch
     join: Step
+    join_of_keys: Step  # `join` of states with K values
     segments: int
     is_split: bool  # whether segments start at states that follow from their transitions
     has_warm_starts: bool  # whether they start at the states that the chunks before them reach from zero
@@ -68,30 +69,30 @@ class Passing(NamedTuple):
     overwrites_W: bool  # whether the gradients of values may, if `backwards` is launched
 
 
+class Gradients(NamedTuple):
+    """The launches of the gradients of each chunk: of queries, keys, `a`, `beta` and gates."""
+
+    steps: tuple[Step, ...] = ()
+    # The sizes of the gradients of products for each chunk and head, and their dtype, if a kernel stores them.
+    products: tuple[tuple[int, ...], torch.dtype] | None = None
+    takes_marks: bool = False  # whether the marks of chunks say which kernel computes which
+    adds_heads: bool = False  # whether they are added up over the heads that share keys
+    passes_states: bool = False  # whether the one kernel passes the gradients of states too
+
+    @property
+    def tiles(self) -> int:
+        """The tiles of the key axis that a head has."""
+        return self.steps[-1].programs
+
+
 class Plan(NamedTuple):
     """The launches of each step, in their order."""
 
     factors: tuple[Step, ...]
+    takes_inverses: bool  # whether state passing takes the inverses of chunks in place of W and P
     passing: Passing
     takes_log_norms: bool  # whether passes leave out chunks in which the state decays to zero
-    gradients: tuple[Step, ...]  # none but in the backward
-    # The sizes of the gradients of products for each chunk and head, and their dtype, if a kernel stores them.
-    products: tuple[tuple[int, ...], torch.dtype] | None
-
-    @property
-    def takes_inverses(self) -> bool:
-        """Whether state passing takes the inverses of chunks in place of W and P."""
-        return self.factors[0].kernel == "hopper_inverse_kernel"
-
-    @property
-    def adds_heads(self) -> bool:
-        """Whether the kernel adds up the gradients of the heads that share keys."""
-        return self.gradients[0].kernel == "hopper_head_gradient_kernel"
-
-    @property
-    def is_joint(self) -> bool:
-        """Whether one kernel passes the state's gradient and computes the gradients of queries and keys."""
-        return self.gradients[0].kernel == "hopper_backward_kernel"
+    gradients: Gradients  # none but in the backward
 
 
 def chunk_size(q: Tensor, of_channels: bool) -> int:
@@ -99,10 +100,9 @@ def chunk_size(q: Tensor, of_channels: bool) -> int:
     return channel_decay.CHUNK if of_channels else 64 if q.dtype == torch.bfloat16 else 32
 
 
-def plan_of(x: Operands, form: str, do: Tensor | None = None, with_keys: bool = False) -> Plan:
+def plan_of(x: CallOperands, form: str, do: Tensor | None = None, with_keys: bool = False) -> Plan:
     """The plan of the `form` "chunk", "ends" or "backward", the latter with gradients of keys or of queries alone."""
-    factors = _factors(x, form == "chunk")
-    takes_inverses = factors[0].kernel == "hopper_inverse_kernel"
+    factors, takes_inverses = _factors(x, form == "chunk")
     warm_starts = 1
     decays = x.has_gates_of_heads and x.reads_by_key
     if decays and form != "ends":  # the matrix of a transition is a product over all chunks
@@ -111,29 +111,25 @@ def plan_of(x: Operands, form: str, do: Tensor | None = None, with_keys: bool = 
         warm_starts = warm_start_count(x.tokens.chunks_of_row, x.tokens.N * x.tokens.H * tiles)
     passing = state_passing(x.tokens, warm_starts, takes_inverses)
     takes_log_norms = decays and (passing.is_split or passing.has_warm_starts)
-    gradients: tuple[Step, ...] = ()
-    products: tuple[tuple[int, ...], torch.dtype] | None = None
-    C = x.tokens.C
-    if do is not None and x.gk is not None:
-        gradients, products = _channel_gradients(x, do), ((2, C, C), torch.float32)
-    elif do is not None:
-        gradients = _head_gradients(x, do, passing, with_keys)
-        if gradients[0].kernel == "delta_stored_product_kernel":
-            products = (2, 2 if x.tokens.bfloat16 else 1, C, C), x.tokens.dtype
-    return Plan(factors, passing, takes_log_norms, gradients, products)
+    gradients = Gradients()
+    if do is not None:
+        of_heads = x.gk is None
+        gradients = _head_gradients(x, do, passing, with_keys) if of_heads else _channel_gradients(x, do)
+    return Plan(factors, takes_inverses, passing, takes_log_norms, gradients)
 
 
-def _factors(x: Operands, forward: bool) -> tuple[Step, ...]:
+def _factors(x: CallOperands, forward: bool) -> tuple[tuple[Step, ...], bool]:
+    """The launches of the factors of each chunk, and whether these are the inverses alone."""
     chip, bfloat16, K, V = x.tokens.chip, x.tokens.bfloat16, x.tokens.K, x.tokens.V
     takes = partial(hopper.takes, chip)
     if x.gk is None:
         if forward and x.reads_by_key and takes((*x.read_by, x.v), K, V) and x.v_token % 8 == 0:
             config = {"num_warps": 4, "maxnreg": 96}
-            return (Step("hopper.head_factors", "hopper_inverse_kernel", config),)
+            return (Step("hopper.head_factors", "hopper_inverse_kernel", config),), True
         if takes(x.read_by, K):
             config = {"num_warps": 4, "maxnreg": 168}
-            return (Step("hopper.head_factors", "hopper_head_factor_kernel", config),)
-        return (Step("kernels", "delta_factor_kernel", factor_config(bfloat16)),)
+            return (Step("hopper.head_factors", "hopper_head_factor_kernel", config),), False
+        return (Step("kernels", "delta_factor_kernel", factor_config(bfloat16)),), False
     # Chunks with factorisable gates are computed and marked first, the others by the second launch. Wider tiles
     # of gates that are not factorisable spill three times as many registers.
     config = channel_factor_config(chip, bfloat16, K)
@@ -141,8 +137,8 @@ def _factors(x: Operands, forward: bool) -> tuple[Step, ...]:
     narrow = config | {"BK": min(config["BK"], 64), "MILD": False}
     if takes(x.read_by, K):
         first = Step("hopper.channel_factors", "hopper_channel_factor_kernel", {"num_warps": 4})
-        return first, others(narrow | {"IN_BLOCKS": False})
-    return others(config | {"MILD": True, "IN_BLOCKS": True}), others(narrow | {"IN_BLOCKS": True})
+        return (first, others(narrow | {"IN_BLOCKS": False})), False
+    return (others(config | {"MILD": True, "IN_BLOCKS": True}), others(narrow | {"IN_BLOCKS": True})), False
 
 
 def state_passing(
@@ -160,15 +156,17 @@ def state_passing(
     of_values, of_keys = (
         state_passing_config(chip, bfloat16, K, width, states, low_rank) for width in (V, K)
     )
-    if takes_inverses:
+    tiles, tiles_of_keys = tile_count(V, of_values["BV"]), tile_count(K, of_keys["BV"])
+    if takes_inverses:  # a program has all values
         forwards, keys = (
             Step("hopper.state_passing", "hopper_state_passing_kernel", {"num_warps": width // 16})
             for width in (V, K)
         )
     else:
-        forwards, keys = (
-            Step("kernels", "delta_state_passing_kernel", config) for config in (of_values, of_keys)
-        )
+        forwards = Step("kernels", "delta_state_passing_kernel", of_values, tiles)
+        keys = forwards._replace(config=of_keys, programs=tiles_of_keys)
+    joins = join_config(chip, bfloat16, K)
+    join = Step("kernels", "delta_join_kernel", joins, tile_count(V, joins["BV"]))
     # If each program of `backwards` reads the whole W of its head, it stores as much. When it stores the gradients
     # of a chunk, all its threads have waited for the chunk's W, which nothing reads afterwards. Tokens outside
     # packed sequences have gradients of zero, and a graph copies the tensors that its kernels change.
@@ -177,9 +175,10 @@ def state_passing(
     return Passing(
         forwards,
         keys,
-        Step("kernels", "delta_backward_state_passing_kernel", of_values),
-        Step("both_directions", "delta_both_directions_kernel", of_values),
-        Step("kernels", "delta_join_kernel", join_config(chip, bfloat16, K)),
+        Step("kernels", "delta_backward_state_passing_kernel", of_values, tiles),
+        Step("both_directions", "delta_both_directions_kernel", of_values, tiles, directions=2),
+        join,
+        join._replace(programs=tile_count(K, joins["BV"])),
         segments,
         is_split,
         has_warm_starts,
@@ -188,30 +187,31 @@ def state_passing(
     )
 
 
-def _head_gradients(x: Operands, do: Tensor, passing: Passing, with_keys: bool) -> tuple[Step, ...]:
-    tokens, (H, K) = x.tokens, x.q.shape[2:]
+def _head_gradients(x: CallOperands, do: Tensor, passing: Passing, with_keys: bool) -> Gradients:
+    tokens, (H, K), C = x.tokens, x.q.shape[2:], x.tokens.C
     takes = partial(hopper.takes, tokens.chip, (*x.read_by, do))
-    if with_keys and _has_joint_kernel(x, passing) and takes(K):
-        return (Step("hopper.backward", "hopper_backward_kernel", {"num_warps": K // 16}),)
+    if with_keys and _passes_states(x, passing) and takes(K):
+        step = Step("hopper.backward", "hopper_backward_kernel", {"num_warps": K // 16})
+        return Gradients((step,), passes_states=True)
     if with_keys and tokens.H // H <= LARGEST_GROUP and takes(K, tokens.V):
         # Heads of values that share keys are processed one after the other: each adds to the stored sum of
         # those before.
         configs = ({"BK": 64, "num_warps": 4, "of_group": i, "ADDS": i > 0} for i in range(tokens.H // H))
-        return tuple(
-            Step("hopper.head_gradients", "hopper_head_gradient_kernel", config) for config in configs
-        )
+        step = Step("hopper.head_gradients", "hopper_head_gradient_kernel", {}, tile_count(K, 64))
+        return Gradients(tuple(step._replace(config=x) for x in configs), adds_heads=True)
     if stores_products(tokens.bfloat16, K):
-        of_products = product_gradient_config(tokens.bfloat16)
         config = stored_product_gradient_config(tokens.bfloat16)
-        return (
-            Step("stored_products", "delta_stored_product_kernel", of_products),
-            Step("stored_products", "delta_stored_product_gradient_kernel", config),
+        tiles = tile_count(K, config["BK"])
+        steps = (
+            Step("stored_products", "delta_stored_product_kernel", product_gradient_config(tokens.bfloat16)),
+            Step("stored_products", "delta_stored_product_gradient_kernel", config, tiles),
         )
+        return Gradients(steps, ((2, 2 if tokens.bfloat16 else 1, C, C), tokens.dtype))
     config = gradient_config(tokens.bfloat16, tokens.V)
-    return (Step("gradients", "delta_head_gradient_kernel", config),)
+    return Gradients((Step("gradients", "delta_head_gradient_kernel", config, tile_count(K, config["BK"])),))
 
 
-def _has_joint_kernel(x: Operands, passing: Passing) -> bool:
+def _passes_states(x: CallOperands, passing: Passing) -> bool:
     """Whether one kernel passes the state's gradient and computes the gradients of queries and keys.
 
     Each of its programs processes a whole segment, so it is faster only if hardly any multiprocessor is
@@ -228,20 +228,23 @@ def _has_joint_kernel(x: Operands, passing: Passing) -> bool:
     return programs >= 0.9 * AT_ONCE[K] * tile_count(programs, AT_ONCE[K])
 
 
-def _channel_gradients(x: Operands, do: Tensor) -> tuple[Step, ...]:
-    tokens = x.tokens
+def _channel_gradients(x: CallOperands, do: Tensor) -> Gradients:
+    tokens, stored = x.tokens, ((2, x.tokens.C, x.tokens.C), torch.float32)
     config = channel_gradient_config(tokens.chip, tokens.bfloat16)
-    others = partial(Step, "channel_kernels", "delta_channel_gradient_kernel")
+    tiles = tile_count(tokens.K, config["BK"])
+    others = partial(Step, "channel_kernels", "delta_channel_gradient_kernel", programs=tiles)
     if hopper.takes(tokens.chip, (*x.read_by, do), tokens.K, tokens.V):
-        tiles = {"BK": config["BK"], "num_warps": 4}
-        return (
-            Step("hopper.channel_gradients", "hopper_channel_gradient_kernel", tiles),
-            Step("hopper.channel_block_gradients", "hopper_channel_block_gradient_kernel", tiles),
-            others(config | {"MILD": False}),
+        in_gluon = {"BK": config["BK"], "num_warps": 4}
+        steps = (
+            Step("hopper.channel_gradients", "hopper_channel_gradient_kernel", in_gluon, tiles),
+            Step("hopper.channel_block_gradients", "hopper_channel_block_gradient_kernel", in_gluon, tiles),
+            others(config=config | {"MILD": False}),
         )
+        return Gradients(steps, stored, takes_marks=True)
     of_products = product_gradient_config(tokens.bfloat16)
     products = Step("channel_kernels", "delta_channel_product_gradient_kernel", of_products)
-    return products, others(config | {"MILD": True}), others(config | {"MILD": False})
+    steps = products, others(config=config | {"MILD": True}), others(config=config | {"MILD": False})
+    return Gradients(steps, stored)
 
 
 def warm_start_count(chunks: int, programs: int) -> int:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from flacompose.ops._recurrences.matrix.delta_rule.gradients import load_before, of_next
+from flacompose.ops._recurrences.matrix.delta_rule.kernels import at_chunk, at_head
 from flacompose.ops._recurrences.matrix.gates_of_heads import (
     BEGINNING,
     ENDING,
@@ -38,14 +39,9 @@ from flacompose.ops._tiles.blocks import (
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "scale"])
 def delta_stored_product_kernel(
-    sums,  # [chunks, HV, C]
-    rest,  # [chunks, HV, C]
-    r,  # [tokens, HV, V]
-    do,  # [tokens, HV, V]
-    dv,  # [tokens, HV, V], where keys get gradients
-    pairs,  # [chunks, HV, 2, PARTS, C, C]: `of_q` and `of_k`, without their diagonals
-    diagonal,  # [chunks, HV, C]: the diagonal of `of_q`
-    of_before,  # [chunks, HV, C], with `READ_BEFORE`: `of_k` for the token before, which no gate decays
+    gates,  # `GateSums`
+    values,  # `ValueVectors`
+    stored,  # `StoredPairs`
     cu_seqlens,
     T,
     N,
@@ -62,6 +58,8 @@ def delta_stored_product_kernel(
     They are the gradients of the products of queries and reading keys with the writing keys, without the
     factor beta. In bfloat16 they are stored in two parts, one after the other.
     """
+    do, r, dv = values
+    pairs, diagonal, of_before = stored
     scale = in_float32(scale)
     row, h, lo, hi = chunk_of_program(T, N, HV, cu_seqlens, C)
     if lo >= hi:
@@ -84,10 +82,8 @@ def delta_stored_product_kernel(
     tl.store(diagonal + rh * C + i, tl.sum(tl.where(s == t, of_q, 0.0), 1))
     of_q = tl.where(s < t, of_q, 0.0)
     of_k = tl.where(s < t, -of_k, 0.0)
+    sums, rest = at_chunk(gates, rh * C)
     if sums is not None:
-        sums += rh * C
-        if rest is not None:
-            rest += rh * C
         weights = decayed_pairs(sums, rest, C)
         of_q *= weights
         if READ_BEFORE:
@@ -130,27 +126,14 @@ def _dot_with_stored(at, parts, acc, TRANSPOSED: tl.constexpr, DOT: tl.constexpr
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def delta_stored_product_gradient_kernel(
-    # One kernel computes the gradients of queries and of keys, because both need the same vectors and states.
-    # So it has more than 25 parameters: those of `delta_head_gradient_kernel` of `gradients`, and the stored gradients
-    # of pairs.
-    q,  # [tokens, H, K]
-    k,  # [tokens, H, K]
-    a,  # [tokens, H, K], reading keys; `k` if it is None
-    beta,  # [tokens, HV]
-    sums,  # [chunks, HV, C]
-    rest,  # [chunks, HV, C]
-    r,  # [tokens, HV, V]
-    do,  # [tokens, HV, V]
-    dv,  # [tokens, HV, V]
-    pairs,  # [chunks, HV, 2, PARTS, C, C], from `delta_stored_product_kernel`, like the next two
-    diagonal,  # [chunks, HV, C]
-    of_before,  # [chunks, HV, C]
+    # The parameters of `delta_head_gradient_kernel` of `gradients`, and the stored gradients of pairs.
+    vectors,  # `KeyVectors`
+    gates,  # `GateSums`
+    values,  # `ValueVectors`
+    stored,  # `StoredPairs`, from `delta_stored_product_kernel`
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it
-    dq,  # [tokens, HV, K]
-    dk,  # [tokens, HV, K]
-    da,  # [tokens, HV, K], with `a`
-    dbeta,  # [tokens, tiles of K, HV], to be added up
+    made,  # `KeyGradients`
     d_sums,  # [chunks, 3 * tiles of K, HV, C], for `head_gate_gradient_kernel`, like `d_total`
     d_total,  # [chunks, HV, K]
     cu_seqlens,
@@ -171,6 +154,10 @@ def delta_stored_product_gradient_kernel(
 
     Fills `dq` and, if given, `dk` and `dbeta`, and with these `da`, `d_sums` and `d_total`.
     """
+    beta = vectors.beta
+    do, r, dv = values
+    dq, dk, da, dbeta = made
+    pairs, diagonal, of_before = stored
     scale = in_float32(scale)
     tiles: tl.constexpr = (K + BK - 1) // BK
     tile, row, h, lo, hi = tile_of_program(tiles, T, N, HV, cu_seqlens, C)
@@ -181,20 +168,14 @@ def delta_stored_product_gradient_kernel(
     i = tl.arange(0, C)
     d = numbers_of_tile(tile, BK)
     size = size_of_chunk(lo, hi, C)
-    of_keys = (lo * H + h // (HV // H)) * K
-    q += of_keys
-    k += of_keys
-    if a is not None:
-        a += of_keys
+    q, k, a = at_head(vectors, (lo * H + h // (HV // H)) * K)
     r += first * V
     do += first * V
     states += rh * K * V
     PARTS: tl.constexpr = 1 if DOT == tl.float32 else 2
     pairs += rh * 2 * (PARTS * C * C)
+    sums, rest = at_chunk(gates, rh * C)
     if sums is not None:
-        sums += rh * C
-        if rest is not None:
-            rest += rh * C
         from_start, to_end, of_chunk = decayed_rows(sums, rest, C)
     # 1. Through the states: the reads of queries and of keys, or `a`, and the writes of keys.
     dq_read = tl.zeros([C, BK], dtype=tl.float32)

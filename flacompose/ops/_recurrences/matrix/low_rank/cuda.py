@@ -30,7 +30,8 @@ from flacompose.ops._launch.sequences import MatrixSequences
 from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.matrix.channel_decay.cuda import CHUNK
 from flacompose.ops._recurrences.matrix.delta_rule import launch_state_passing as state_passing
-from flacompose.ops._recurrences.matrix.delta_rule.launch_state_passing import scratch
+from flacompose.ops._recurrences.matrix.delta_rule.arguments import ChunkDecays, WYFactors
+from flacompose.ops._recurrences.matrix.delta_rule.launch_state_passing import PassOperands, scratch
 from flacompose.ops._recurrences.matrix.delta_rule.plan import state_passing as plan_state_passing
 from flacompose.ops._recurrences.matrix.inputs import Inputs
 from flacompose.ops._recurrences.matrix.low_rank import plan
@@ -108,7 +109,7 @@ class _Launches:
         self.at_middle = self.vectors._replace(gk=None)
         self.factorisable_tiles: Tensor | None = None
 
-    def factors(self, backward: bool = False) -> state_passing.Factors:
+    def factors(self, backward: bool = False) -> PassOperands:
         """The operands of state passing and, for the `backward`, the vectors of the gradient kernels."""
         tokens = self.tokens
         P, *stored = (tokens.per_chunk(tokens.H, tokens.C, tokens.C, dtype=tokens.dtype) for _ in range(4))
@@ -149,10 +150,8 @@ class _Launches:
             gated=self.gated,
         )
         passing, (v, v_token) = plan_state_passing(tokens, low_rank=True), self.v_by_token
-        return state_passing.Factors(
-            tokens, passing, v, v_token, self.initial, q=made.Q, k=made.W_a, W=made.W, b=made.b_write, P=P,
-            Y=products.M, total=total,
-        )  # fmt: skip
+        wy = WYFactors(made.Q, made.W_a, made.W, made.b_write, P, products.M)
+        return PassOperands(tokens, passing, v, v_token, self.initial, wy, ChunkDecays(total=total))
 
     def gradients(
         self, do: Tensor, u: Tensor, du: Tensor, S: Tensor, dS: Tensor, gates: bool

@@ -194,22 +194,13 @@ def _through_pairs(pairs, roots_s, x_s, writer_s, read, written, sums_s, GATES: 
 def hopper_channel_block_gradient_kernel(
     # The parameters of `delta_channel_gradient_kernel` in `channel_kernels`, with the same meanings, and
     # `factorisable_chunks`. As there, one kernel computes all gradients.
-    q,  # [tokens, H, K]
-    k,  # [tokens, H, K]
-    a,  # [tokens, H, K]
-    beta,  # [tokens, HV]
+    vectors,  # `KeyVectors`
     gk,  # [tokens, HV, K]
-    r,  # [tokens, HV, V]
-    do,  # [tokens, HV, V]
-    dv,  # [tokens, HV, V]
-    pairs,  # [chunks, HV, 2, C, C], stored for tiles that are left to Triton's kernel, like `diagonal`
-    diagonal,  # [chunks, HV, C]
+    values,  # `ValueVectors`
+    stored,  # `StoredPairs`, stored for tiles that are left to Triton's kernel
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it
-    dq,  # [tokens, HV, K]
-    dk,  # [tokens, HV, K]
-    da,  # [tokens, HV, K]
-    dbeta,  # [tokens, tiles of K, HV], to be added up
+    made,  # `KeyGradients`
     dgk,  # [tokens, HV, K]
     factorisable_chunks,  # [chunks, HV]; `hopper/channel_gradients` computes the chunks that are `FACTORISABLE`
     mild,  # [chunks, HV, tiles of K], whether `hopper/channel_gradients` or this kernel computes the tile
@@ -227,6 +218,10 @@ def hopper_channel_block_gradient_kernel(
 
     Tiles whose gates are not factorisable in blocks are left to Triton's kernel.
     """
+    q, k, a, beta = vectors
+    do, r, dv = values
+    dq, dk, da, dbeta = made
+    pairs, diagonal = stored.pairs, stored.diagonal
     scale = scale.to(gl.float32)
     tiles: gl.constexpr = K // BK
     tile, row, h, lo, hi = tile_of_program(tiles, T, N, HV, cu_seqlens, C)

@@ -149,10 +149,7 @@ def _all_pairs(writer, tables_s, readers_s):
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def hopper_channel_factor_kernel(
     # The parameters of `delta_channel_factor_kernel` in `channel_kernels`, with the same meanings except `mild`.
-    q,  # [tokens, H, K]
-    k,  # [tokens, H, K]
-    a,  # [tokens, H, K]
-    beta,  # [tokens, HV]
+    vectors,  # `KeyVectors`
     gk,  # [tokens, HV, K]
     W,  # [tokens, HV, K]
     P,  # [chunks, HV, C, C], transposed
@@ -173,6 +170,7 @@ def hopper_channel_factor_kernel(
 
     It marks each chunk in `mild`, and leaves those that are not factorisable in blocks to Triton's kernel.
     """
+    q, k, a, beta = vectors
     of_group, row, hk, lo, hi = tile_of_program(HV // H, T, N, H, cu_seqlens, C)
     h = hk * (HV // H) + of_group
     if lo >= hi:

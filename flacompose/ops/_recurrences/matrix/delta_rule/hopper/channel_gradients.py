@@ -128,20 +128,12 @@ def store_gradients_of_keys(written, d_reader, k_s, beta_t, dbeta, dk, da, first
 def hopper_channel_gradient_kernel(
     # The parameters of `delta_channel_gradient_kernel` in `channel_kernels`, with the same meanings, and
     # `factorisable_chunks`.
-    q,  # [tokens, H, K]
-    k,  # [tokens, H, K]
-    a,  # [tokens, H, K]
-    beta,  # [tokens, HV]
+    vectors,  # `KeyVectors`
     gk,  # [tokens, HV, K]
-    r,  # [tokens, HV, V]
-    do,  # [tokens, HV, V]
-    dv,  # [tokens, HV, V]
+    values,  # `ValueVectors`
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it
-    dq,  # [tokens, HV, K]
-    dk,  # [tokens, HV, K]
-    da,  # [tokens, HV, K]
-    dbeta,  # [tokens, tiles of K, HV], to be added up
+    made,  # `KeyGradients`
     dgk,  # [tokens, HV, K]
     factorisable_chunks,  # [chunks, HV], the marks from `hopper_channel_factor_kernel`
     cu_seqlens,
@@ -155,6 +147,9 @@ def hopper_channel_gradient_kernel(
     BK: gl.constexpr,
 ):
     """The gradients of queries, keys, `beta` and gates, for a factorisable chunk and a tile of channels."""
+    q, k, a, beta = vectors
+    do, r, dv = values
+    dq, dk, da, dbeta = made
     C: gl.constexpr = gates_of_channels.C
     scale = scale.to(gl.float32)
     tiles: gl.constexpr = K // BK

@@ -176,11 +176,8 @@ def _store_log_norm(log_norm, of_k, beta_s, total):
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def hopper_head_factor_kernel(
     # The parameters of `delta_factor_kernel` in `kernels`, with the same meanings.
-    q,  # [tokens, H, K]
-    k,  # [tokens, H, K]
-    a,  # [tokens, H, K]
-    beta,  # [tokens, HV]
-    sums,  # [chunks, HV, C]
+    vectors,  # `KeyVectors`
+    gates,  # `GateSums`, without `rest`
     W,  # [tokens, HV, K]
     P,  # [chunks, HV, C, C], transposed
     Y,  # [chunks, HV, C, C], transposed, in float32
@@ -196,6 +193,8 @@ def hopper_head_factor_kernel(
     READ_BEFORE: gl.constexpr,
 ):
     """Fills `W`, `P` and, if given, `Y` and `log_norm`."""
+    q, k, a, beta = vectors
+    sums = gates.sums
     of_group, row, hk, lo, hi = tile_of_program(HV // H, T, N, H, cu_seqlens, C)
     h = hk * (HV // H) + of_group
     if lo >= hi:

@@ -72,20 +72,12 @@ def _through_pairs(pairs, beta, pairs_s, reader_s, k_s, read, written):
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "of_group", "scale"])
 def hopper_head_gradient_kernel(
     # The parameters of `delta_head_gradient_kernel` in `gradients`, with the same meanings.
-    q,  # [tokens, H, K]
-    k,  # [tokens, H, K]
-    a,  # [tokens, H, K]
-    beta,  # [tokens, HV]
-    sums,  # [chunks, HV, C]
-    r,  # [tokens, HV, V]
-    do,  # [tokens, HV, V]
-    dv,  # [tokens, HV, V]
+    vectors,  # `KeyVectors`
+    gates,  # `GateSums`, without `rest`
+    values,  # `ValueVectors`
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it
-    dq,  # [tokens, H, K]
-    dk,  # [tokens, H, K]
-    da,  # [tokens, H, K]
-    dbeta,  # [tokens, tiles of K, HV], to be added up
+    made,  # `KeyGradients`
     d_sums,  # [chunks, 3 * tiles of K, HV, C], for `head_gate_gradient_kernel`, like `d_total`
     d_total,  # [chunks, HV, K]
     cu_seqlens,
@@ -107,6 +99,10 @@ def hopper_head_gradient_kernel(
     A launch processes one of the heads of values that share these keys, the one of number `of_group`. With
     `ADDS` its gradients of queries, keys and `a` are added to those of the heads before it.
     """
+    q, k, a, beta = vectors
+    sums = gates.sums
+    do, r, dv = values
+    dq, dk, da, dbeta = made
     scale = scale.to(gl.float32)
     tiles: gl.constexpr = K // BK
     tile, row, hk, lo, hi = tile_of_program(tiles, T, N, H, cu_seqlens, C)

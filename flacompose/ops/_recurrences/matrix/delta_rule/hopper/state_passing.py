@@ -161,17 +161,12 @@ def _multiply(x, y, smaller, acc, USE_ACC: gl.constexpr = True):
 @gluon.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
 def hopper_state_passing_kernel(
     # The parameters of `delta_state_passing_kernel` in `kernels`, with the same meanings, except Y and `beta`.
-    q,  # [tokens, HK, K]
-    k,  # [tokens, HK, K]
+    factors,  # `WYFactors`: q, k, and Y from `hopper_inverse_kernel`
+    decays,  # `ChunkDecays`: sums and log_norm
+    passed,  # `PassedStates`, without those before chunks
     v,  # [tokens, HV, V]; v_token elements, a multiple of 8, separate its tokens
     beta,  # [tokens, HV]
-    sums,  # [chunks, HV, C]
-    Y,  # [chunks, HV, C, C], from `hopper_inverse_kernel`
-    log_norm,  # [chunks, HV]
-    initial,  # [SEGMENTS, N, HV, K, V], before each segment
     o,  # [tokens, HV, V]
-    ends,  # [SEGMENTS, N, HV, K, V], after each segment
-    final,  # [N, HV, K, V]
     cu_seqlens,
     T,
     N,
@@ -186,7 +181,10 @@ def hopper_state_passing_kernel(
     IDENTITY: gl.constexpr,
     WARM_STARTS: gl.constexpr,
 ):
-    """State passing forwards in time: fills `o`, `ends` and `final`, if given."""
+    """State passing forwards in time: fills `o` and, from `initial`, `ends` and `final`, if given."""
+    q, k, _, _, _, Y = factors
+    sums, _, _, log_norm = decays
+    initial, _, ends, final = passed
     WARPS: gl.constexpr = gl.num_warps()
     L: gl.constexpr = _products(C, WARPS)
     OF_STATE: gl.constexpr = _products(K, WARPS)
