@@ -35,7 +35,7 @@ class RWKV6Attention(RecurrentLayer):
     y = \bigl(\operatorname{groupnorm}(o) \odot \operatorname{gate}(g)\bigr) W_o$$
 
     From "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence"
-    (<https://arxiv.org/abs/2404.05892>). Arguments, defaults, parameter names and initialization are those of
+    (<https://arxiv.org/abs/2404.05892>). Arguments, defaults, parameter names and initialization are as in
     flash-linear-attention 0.6, whose checkpoints load. ``bonus`` is $u$.
 
     Args:
