@@ -248,8 +248,8 @@ class RecurrentLayer(StatefulLayer):
         _check.count("conv_size", conv_size)
         self.mode = mode
         self.layer_idx: Any = layer_idx  # layers that use it check it
-        # A call reads this instead of `layer_idx`, for each value of which the compiler would make another graph:
-        # blocks that are compiled one by one share a graph.
+        # Calls do not read `layer_idx`, since the compiler would make another graph for each of its values. So blocks
+        # that are compiled one by one share a graph.
         self.is_first = layer_idx == 0
 
     def _keep_flags(self, **flags: bool) -> None:
