@@ -19,7 +19,7 @@ NAMES = {
     "python": "PyTorch alone",
     "softmax": "softmax attention",
 }
-"""The names of the other sides for readers, if they differ from the results."""
+"""Names of implementations in reports, where they differ from the names in the results."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Row:
     max_value: float | None = None
     note: str = ""
     beside: str = ""
-    """The other side, if it differs from the other side of the run."""
+    """The implementation compared with, if it is not `other` of the run."""
 
     @property
     def ratio(self) -> float | None:
@@ -54,7 +54,7 @@ class Row:
 
 @dataclass
 class Results:
-    """The environment and rows of a run. ``other`` names the other side."""
+    """The environment and rows of a run. ``other`` names the implementation compared with."""
 
     other: str
     environment: dict[str, str]

@@ -194,7 +194,7 @@ def absent_from(module: str) -> Callable[[str], NoReturn]:
     def __getattr__(name: str) -> NoReturn:
         words = None if name.startswith("_") else _words(module, name)
         text = f"module {module!r} has no attribute {name!r}" + (f": {words}" if words else "")
-        # `from module import name` shows the message of an ImportError, but hides that of an AttributeError, after
+        # `from module import name` shows the message of an ImportError, but not of an AttributeError, after
         # which it looks for a submodule.
         importing = sys._getframe(1).f_code.co_name == "_handle_fromlist"
         if words and importing and find_spec(f"{module}.{name}") is None:

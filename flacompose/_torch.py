@@ -86,9 +86,7 @@ catching: dict[CodeType, tuple[str, ...]] = {}
 def report_from_trace(error: str, message: str) -> None:
     """Have Dynamo, which traces this call, report an error that begins with these arguments."""
     with private_names():
-        from torch._dynamo.comptime import (
-            comptime,
-        )  # slow to import, and imported already while Dynamo traces
+        from torch._dynamo.comptime import comptime  # slow to import; already imported while Dynamo traces
 
     comptime(_report)
 

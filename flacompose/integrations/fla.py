@@ -471,7 +471,7 @@ def _value_dim(value_dim: Any, num_hidden_layers: Any) -> Any:
 
 
 def _intermediate_size(values: Mapping[str, Any], model_type: str) -> Any:
-    """The `intermediate_size` of the config. Its default is the one that flash-linear-attention computes."""
+    """The `intermediate_size` of the config. Its default is computed as in flash-linear-attention."""
     name = "expand" if model_type == "mamba" else "hidden_ratio"
     size, ratio = values["intermediate_size"], values[name]
     if size is not None:

@@ -242,7 +242,7 @@ def _disable(handle: Enabled) -> None:
 def accelerate(model: nn.Module) -> Enabled:
     """Run the recurrences of one model of transformers on the ops of this library, and leave other models alone.
 
-    Each layer gets a class of the same name, whose forward is that of the old class but calls functions of this
+    Each layer gets a class of the same name, whose forward is the old forward but calls functions of this
     library. Copies and pickles of an accelerated model are accelerated too, and stay so.
 
     Args:

@@ -31,7 +31,7 @@ class ABCAttention(RecurrentLayer):
     y = \bigl(\operatorname{rmsnorm}(o) \odot \operatorname{silu}(x W_g)\bigr) W_o$$
 
     From "ABC: Attention with Bounded-memory Control" (<https://arxiv.org/abs/2110.02488>). Arguments, defaults and
-    parameter names are those of flash-linear-attention 0.6, whose checkpoints load.
+    parameter names are as in flash-linear-attention 0.6, whose checkpoints load.
 
     Args:
         hidden_size: Size of the input and of the output.

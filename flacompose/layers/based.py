@@ -21,7 +21,7 @@ class BasedLinearAttention(WeightedMeanLayer):
     From "Simple linear attention language models balance the recall-throughput tradeoff"
     (<https://arxiv.org/abs/2402.18668>). The ``F = (K + 1) (K + 2) / 2`` features $\phi(y)$ of a head are 1, the ``K``
     channels, their squares and their products, each times a constant. The recurrent state is ``[N, H, F, V + 1]``. Its
-    last column is the sum of the features of all keys. Arguments, defaults and parameter names are those of
+    last column is the sum of the features of all keys. Arguments, defaults and parameter names are as in
     flash-linear-attention 0.6, whose checkpoints load; only the default of `mode` differs.
 
     Args:

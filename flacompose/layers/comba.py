@@ -29,7 +29,7 @@ class Comba(DeltaLayer):
     y = \bigl(\operatorname{rmsnorm}(o) \odot \operatorname{sigmoid}(x W_g)\bigr) W_o$$
 
     From "Comba: Improving Bilinear RNNs with Closed-loop Control" (<https://arxiv.org/abs/2506.02475>). Arguments,
-    defaults and parameter names are those of flash-linear-attention 0.6, whose checkpoints load. As there, $p'$ is
+    defaults and parameter names are as in flash-linear-attention 0.6, whose checkpoints load. As there, $p'$ is
     divided by its norm, so the inner decay changes only $q$.
 
     Heads of more than 512 values are kept in the state as ``P`` heads of equal parts of their values: the recurrent

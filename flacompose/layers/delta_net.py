@@ -27,7 +27,7 @@ class DeltaNet(RecurrentLayer):
     y = \operatorname{rmsnorm}(o)\, W_o$$
 
     From "Parallelizing Linear Transformers with the Delta Rule over Sequence Length"
-    (<https://arxiv.org/abs/2406.06484>). Arguments, defaults and parameter names are those of flash-linear-attention
+    (<https://arxiv.org/abs/2406.06484>). Arguments, defaults and parameter names are as in flash-linear-attention
     0.6, whose checkpoints load.
 
     Args:

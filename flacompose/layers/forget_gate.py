@@ -62,7 +62,7 @@ class ForgetGateLayer(RecurrentLayer):
     ) -> tuple[Tensor, RecurrentState | RecurrentStates]:
         r"""Go through ``T`` tokens from `state`.
 
-        Other arguments, results and errors are those of
+        Other arguments, results and errors are as in
         [GatedLinearAttention][flacompose.layers.GatedLinearAttention.forward]. `state.conv` holds the inputs of the
         convolutions of $i$ and $f$ in HGRN, and of $q$, $f$ and $i$ in HGRN2.
 

@@ -61,13 +61,13 @@ def join_projections(module: nn.Module) -> None:
     kernel. Each layer of `flacompose.layers`, and each feed-forward network and softmax attention of a model, gets one
     ``nn.Linear`` called ``joint_proj``:
 
-    - Its rows are those of the projections to queries, keys, values, output gates, decays and so on, and of the first
-      matrix of low-rank pairs. Rows of zeros pad it to a multiple of 8.
+    - Its rows are the rows of the projections to queries, keys, values, output gates, decays and so on, and of the
+      first matrix of low-rank pairs. Rows of zeros pad it to a multiple of 8.
     - If one of the projections has a bias, ``joint_proj`` has a bias too. It is 0 for projections without a bias, until
       training changes it.
     - A module without parameters replaces each of the projections.
-    - Some layers are not changed: those that mix their inputs first, such as RWKV6 and RWKV7, those with one projection
-      from the start, such as `Mamba2`, and those that are fused already.
+    - Some layers are not changed: layers that mix their inputs first, such as RWKV6 and RWKV7, layers with a single
+      projection, such as `Mamba2`, and layers that are fused already.
 
     The parameters and their names in the state dict change. So load checkpoints, merge adapters and convert dtypes
     before this call. Quantise, compile, export, make optimisers and make a [Decoder][flacompose.models.Decoder] after

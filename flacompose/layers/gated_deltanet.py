@@ -29,7 +29,7 @@ class GatedDeltaNet(DeltaLayer):
     y = \bigl(\operatorname{rmsnorm}(o) \odot \operatorname{gate}(x W_g)\bigr) W_o$$
 
     From "Gated Delta Networks: Improving Mamba2 with Delta Rule" (<https://arxiv.org/abs/2412.06464>). Arguments,
-    defaults and parameter names are those of flash-linear-attention 0.6, whose checkpoints load.
+    defaults and parameter names are as in flash-linear-attention 0.6, whose checkpoints load.
 
     Heads of more than 512 values are kept in the state as ``P`` heads of equal parts of their values: the recurrent
     state is ``[N, HV * P, K, V / P]``.

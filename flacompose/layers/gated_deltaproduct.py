@@ -31,7 +31,7 @@ class GatedDeltaProduct(DeltaLayer):
     y = \bigl(\operatorname{rmsnorm}(o) \odot \operatorname{silu}(x W_g)\bigr) W_o$$
 
     From "DeltaProduct: Improving State-Tracking in Linear RNNs via Householder Products"
-    (<https://arxiv.org/abs/2502.10297>). Arguments, defaults and parameter names are those of flash-linear-attention
+    (<https://arxiv.org/abs/2502.10297>). Arguments, defaults and parameter names are as in flash-linear-attention
     0.6, whose checkpoints load.
 
     Heads of more than 512 values are kept in the state as ``P`` heads of equal parts of their values: the recurrent

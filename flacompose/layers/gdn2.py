@@ -30,7 +30,7 @@ class GatedDeltaNet2(DeltaLayer):
     y = \bigl(\operatorname{rmsnorm}(o) \odot \operatorname{sigmoid}(x W_3 W_4 + b')\bigr) W_o$$
 
     per head. From "Gated DeltaNet-2: Decoupling Erase and Write in Linear Attention"
-    (<https://arxiv.org/abs/2605.22791>). Arguments, defaults and parameter names are those of flash-linear-attention
+    (<https://arxiv.org/abs/2605.22791>). Arguments, defaults and parameter names are as in flash-linear-attention
     0.6, whose checkpoints load.
 
     Heads of more than 512 values are kept in the state as ``P`` heads of equal parts of their values: the recurrent

@@ -27,7 +27,7 @@ class GatedLinearAttention(GatedOutputLayer):
     y = \bigl(\operatorname{rmsnorm}(o) \odot \operatorname{gate}(x W_g)\bigr) W_o$$
 
     From "Gated Linear Attention Transformers with Hardware-Efficient Training" (<https://arxiv.org/abs/2312.06635>).
-    Arguments, defaults and parameter names are those of flash-linear-attention 0.6, whose checkpoints load.
+    Arguments, defaults and parameter names are as in flash-linear-attention 0.6, whose checkpoints load.
 
     Args:
         mode: "chunk" or "fused_recurrent", two forms of the same function. A single token always takes the second.

@@ -29,7 +29,7 @@ class GriffinRecurrentBlock(RecurrentLayer):
 
     where $\sigma$ is the sigmoid, $W_r$ and $W_i$ are block-diagonal, every map has a bias, and for the first token of
     a sequence the square root is 1. From "Griffin: Mixing Gated Linear Recurrences with Local Attention for Efficient
-    Language Models" (<https://arxiv.org/abs/2402.19427>). Parameter names are those of `RecurrentGemmaRecurrentBlock`
+    Language Models" (<https://arxiv.org/abs/2402.19427>). Parameter names are as in `RecurrentGemmaRecurrentBlock`
     of transformers, whose weights load.
 
     Args:

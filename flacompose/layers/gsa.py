@@ -32,7 +32,7 @@ class GatedSlotAttention(RecurrentLayer):
     y = \operatorname{rmsnorm}(\operatorname{silu}(o))\, W_o$$
 
     The norm is over all heads together. From "Gated Slot Attention for Efficient Linear-Time Sequence Modeling"
-    (<https://arxiv.org/abs/2409.07146>). Arguments, defaults and parameter names are those of flash-linear-attention
+    (<https://arxiv.org/abs/2409.07146>). Arguments, defaults and parameter names are as in flash-linear-attention
     0.6, whose checkpoints load.
 
     Args:

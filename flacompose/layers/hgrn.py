@@ -25,7 +25,7 @@ class HGRNAttention(ForgetGateLayer):
     y = \bigl(\operatorname{rmsnorm}(h) \odot \operatorname{silu}(x W_g)\bigr) W_o$$
 
     where $\beta$ is the lower bound of the forget gate $f$. From "Hierarchically Gated Recurrent Neural Network for
-    Sequence Modeling" (<https://arxiv.org/abs/2311.04823>). Arguments, defaults and parameter names are those of
+    Sequence Modeling" (<https://arxiv.org/abs/2311.04823>). Arguments, defaults and parameter names are as in
     flash-linear-attention 0.6, whose checkpoints load.
 
     Args:

@@ -25,7 +25,7 @@ class HGRN2Attention(ForgetGateLayer):
     y = \operatorname{rmsnorm}(o)\, W_o$$
 
     The norm is over all heads together. From "HGRN2: Gated Linear RNNs with State Expansion"
-    (<https://arxiv.org/abs/2404.07904>). Arguments, defaults and parameter names are those of flash-linear-attention
+    (<https://arxiv.org/abs/2404.07904>). Arguments, defaults and parameter names are as in flash-linear-attention
     0.6, whose checkpoints load.
 
     Args:

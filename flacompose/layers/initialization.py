@@ -58,9 +58,7 @@ def copy_(x: Tensor, values: Tensor) -> None:
     """Copy plain `values` into `x`. If `x` is sharded, the values of the first rank are taken."""
     mesh = getattr(x, "device_mesh", None)
     if mesh is not None:
-        from torch.distributed.tensor import (
-            distribute_tensor,
-        )  # slow to import, and imported already if x is a DTensor
+        from torch.distributed.tensor import distribute_tensor  # slow to import; a DTensor has imported it
 
         shards: Any = x
         values = distribute_tensor(values, mesh).redistribute(placements=shards.placements).to_local()

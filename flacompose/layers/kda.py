@@ -30,7 +30,7 @@ class KimiDeltaAttention(DeltaLayer):
     y = \bigl(\operatorname{rmsnorm}(o) \odot \operatorname{sigmoid}(x W_3 W_4 + b)\bigr) W_o$$
 
     From "Kimi Linear: An Expressive, Efficient Attention Architecture" (<https://arxiv.org/abs/2510.26692>). Arguments,
-    defaults and parameter names are those of flash-linear-attention 0.6, whose checkpoints load.
+    defaults and parameter names are as in flash-linear-attention 0.6, whose checkpoints load.
 
     Heads of more than 512 values are kept in the state as ``P`` heads of equal parts of their values: the recurrent
     state is then ``[N, HV * P, K, V / P]``.

@@ -28,7 +28,7 @@ class LightNetAttention(RecurrentLayer):
 
     The norm is over all heads together. From "You Only Scan Once: Efficient Multi-dimension Sequential Modeling with
     LightNet" (<https://arxiv.org/abs/2405.21022>), its layer of one dimension. Arguments, defaults and parameter names
-    are those of flash-linear-attention 0.6, whose checkpoints load.
+    are as in flash-linear-attention 0.6, whose checkpoints load.
 
     Args:
         mode: "chunk" or "fused_recurrent", two forms of the same function. A single token always takes the second.

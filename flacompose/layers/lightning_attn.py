@@ -25,7 +25,7 @@ class LightningAttention(RecurrentLayer):
     with the rates $r_h$ of [chunk_lightning_attn][flacompose.ops.chunk_lightning_attn]. The norm is over all heads
     together. From "Various Lengths, Constant Speed: Efficient Language Modeling with Lightning Attention"
     (<https://arxiv.org/abs/2405.17381>) and "MiniMax-01: Scaling Foundation Models with Lightning Attention"
-    (<https://arxiv.org/abs/2501.08313>). Parameter names are those of `MiniMaxLightningAttention` in transformers,
+    (<https://arxiv.org/abs/2501.08313>). Parameter names are as in `MiniMaxLightningAttention` in transformers,
     whose parameters load. Its buffers, tables of decays for one block length, are not needed here.
 
     Args:

@@ -26,7 +26,7 @@ class LinearAttention(RecurrentLayer):
 
     and with `do_feature_map_norm`, $z_t = z_{t-1} + k_t$ and $o_t = S_t^\top q_t / z_t^\top q_t$. From "Transformers
     are RNNs: Fast Autoregressive Transformers with Linear Attention" (<https://arxiv.org/abs/2006.16236>). Arguments,
-    defaults and parameter names are those of flash-linear-attention 0.6, whose checkpoints load.
+    defaults and parameter names are as in flash-linear-attention 0.6, whose checkpoints load.
 
     Args:
         mode: "chunk" or "fused_recurrent", two forms of the same function. A single token always takes the second.

@@ -35,8 +35,8 @@ class Mamba(RecurrentLayer):
     y = \bigl((h C + D \odot x) \odot \operatorname{silu}(z)\bigr)\, W_{out}$$
 
     From "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (<https://arxiv.org/abs/2312.00752>).
-    Parameter names are those of flash-linear-attention 0.6, mamba-ssm and transformers, whose checkpoints load;
-    arguments and defaults are those of flash-linear-attention, without `backend`. The recurrent state is ``[N, D, S]``.
+    Parameter names are as in flash-linear-attention 0.6, mamba-ssm and transformers, whose checkpoints load;
+    arguments and defaults are as in flash-linear-attention, without `backend`. The recurrent state is ``[N, D, S]``.
 
     Args:
         hidden_size: Size of the input and of the output.

@@ -35,8 +35,8 @@ class Mamba2(RecurrentLayer):
     y = \operatorname{rmsnorm}(o \odot \operatorname{silu}(z))\, W_{out}$$
 
     From "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space Duality"
-    (<https://arxiv.org/abs/2405.21060>). Parameter names are those of flash-linear-attention 0.6 and of mamba-ssm,
-    whose checkpoints load. Arguments and defaults are those of flash-linear-attention, without `backend`. The
+    (<https://arxiv.org/abs/2405.21060>). Parameter names are as in flash-linear-attention 0.6 and of mamba-ssm,
+    whose checkpoints load. Arguments and defaults are as in flash-linear-attention, without `backend`. The
     recurrent state is ``[N, H, S, P]``, like all states of this library; mamba-ssm transposes it.
 
     Args:

@@ -34,8 +34,8 @@ class Mamba3(RecurrentLayer):
 
     with [mamba3_siso_combined][flacompose.ops.mamba3_siso_combined] or, if `is_mimo`,
     [mamba3_mimo_combined][flacompose.ops.mamba3_mimo_combined], from "Mamba-3: Improved Sequence Modeling using State
-    Space Principles" (<https://arxiv.org/abs/2603.15569>). There is no convolution. Parameter names are those of
-    flash-linear-attention 0.6 and of mamba-ssm, whose checkpoints load. Arguments and defaults are those of
+    Space Principles" (<https://arxiv.org/abs/2603.15569>). There is no convolution. Parameter names are as in
+    flash-linear-attention 0.6 and of mamba-ssm, whose checkpoints load. Arguments and defaults are as in
     flash-linear-attention, plus `A_activation`. The recurrent state is the tuple of the angles
     ``[N, H, S * rope_fraction / 2]``, the state ``[N, H, S, P]``, the last keys ``[N, R, H, S]`` and the last values
     ``[N, H, P]``.

@@ -28,7 +28,7 @@ class MLSTM(RecurrentLayer):
 
     From "xLSTM: Extended Long Short-Term Memory" (<https://arxiv.org/abs/2405.04517>), in the
     version of "xLSTM 7B" (<https://arxiv.org/abs/2503.13427>). The recurrence is
-    [chunk_mlstm][flacompose.ops.chunk_mlstm]. Parameter names are those of the package xlstm and of transformers.
+    [chunk_mlstm][flacompose.ops.chunk_mlstm]. Parameter names are as in the package xlstm and of transformers.
     Layers of their models with ``weight_mode="single"`` load. The state has ``(C, n, m)`` in `recurrent`.
 
     Args:

@@ -28,7 +28,7 @@ class MultiScaleRetention(GatedOutputLayer):
     $R_t$ is the rotary embedding of position $t$ (<https://arxiv.org/abs/2104.09864>), whose pairs are a number of the
     first half of a head and one of the second half. Positions continue across calls, by the state. From "Retentive
     Network: A Successor to Transformer for Large Language Models" (<https://arxiv.org/abs/2307.08621>). Arguments,
-    defaults and parameter names are those of flash-linear-attention 0.6, whose checkpoints load.
+    defaults and parameter names are as in flash-linear-attention 0.6, whose checkpoints load.
 
     Args:
         mode: "chunk" or "fused_recurrent", two forms of the same function. A single token always takes the second.

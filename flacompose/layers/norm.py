@@ -18,7 +18,7 @@ from flacompose.ops._tensors.dtype import upcast
 def rms_norm(x: Tensor, eps: float) -> Tensor:
     """``x`` divided by the root of the mean square over its last axis, in the dtype of `x`.
 
-    It has no weight, since PyTorch's function warns about a weight whose dtype is not that of the input.
+    It has no weight, since PyTorch's function warns about a weight with another dtype than the input.
     """
     # On a CPU, PyTorch's function adds in place, which DTensor does not support for a sharded mean. In graphs, Inductor
     # computes the gradients of this formula and of a weight in one kernel, instead of two with PyTorch's function.

@@ -21,7 +21,7 @@ class ReBasedLinearAttention(WeightedMeanLayer):
     From "Linear Transformers with Learnable Kernel Functions are Better In-Context Models"
     (<https://arxiv.org/abs/2402.10644>). The ``F = K (K + 1) / 2`` features $\phi(y)$ of a head are the squares and the
     products of its channels, each times a constant. The recurrent state is ``[N, H, F, V + 1]``. Its last column is the
-    sum of the features of all keys. Arguments, defaults and parameter names are those of flash-linear-attention 0.6,
+    sum of the features of all keys. Arguments, defaults and parameter names are as in flash-linear-attention 0.6,
     whose checkpoints load; only the default of `mode` differs.
 
     Args:

@@ -82,12 +82,12 @@ class StatefulLayer(FusesProjections):
         the dtype of the projections' outputs, so that a compiled layer gets the same dtype in every call.
 
         Args:
-            batch_size: ``N``, the number of rows of a batch or of packed sequences. device: Device of the state. Give
-            it if parameters are stored on another device than they are computed on, as in a model that is offloaded to
-            the CPU. Default: the device of the layer's parameters. dtype: Dtype of the projections' outputs: float32,
-            bfloat16, float16 or float64. Give it under the mixed precision of FSDP2 (whose policy needs
-            ``cast_forward_inputs=False``, or it rounds states). Default: the dtype of autocast where it is on, else the
-            dtype of the layer's weight matrices.
+            batch_size: ``N``, the number of rows of a batch or of packed sequences.
+            device: Device of the state. Give it if parameters are stored on another device than they are computed on,
+                as in a model that is offloaded to the CPU. Default: the device of the layer's parameters.
+            dtype: Dtype of the projections' outputs: float32, bfloat16, float16 or float64. Give it under the mixed
+                precision of FSDP2 (whose policy needs ``cast_forward_inputs=False``, or it rounds states). Default: the
+                dtype of autocast where it is on, else the dtype of the layer's weight matrices.
 
         Raises:
             ValueError: If `batch_size` is below 0.
@@ -149,17 +149,19 @@ class StatefulLayer(FusesProjections):
         A sequence may be split over several calls that pass the state on. The results are those of a single call.
 
         Args:
-            hidden_states: ``[B, T, hidden_size]``. state: A state from `init_state` or an earlier call, for ``N``
-            sequences: the ``B`` rows or the packed sequences. It is not changed. Default: the state of `init_state`.
+            hidden_states: ``[B, T, hidden_size]``.
+            state: A state from `init_state` or an earlier call, for ``N`` sequences: the ``B`` rows or the packed
+                sequences. It is not changed. Default: the state of `init_state`.
             attention_mask: ``[B, T]``, bool or integers, 0 for pads and anything else for tokens. Pads may be anywhere
-            in a row. A pad changes no state, no token sees it, and its output is zeros. Of a longer mask, for a whole
-            history, the last ``T`` columns are used. Default: no pads. cu_seqlens: Bounds of ``N`` sequences packed
-            along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is then 1. Sequences may be empty; tokens
-            past ``cu_seqlens[-1]`` give zeros. Default: one sequence per row. num_states: Number ``n`` of states to
-            return, after each of the last ``n`` tokens of each row: from 1 to 16, and at most ``T``. It is for calls of
-            a few tokens, some of which may be rejected later, as in speculative decoding. They are computed token by
-            token, whatever the mode of the layer is. Not with `attention_mask` or `cu_seqlens`. Default: the state
-            after the last token alone.
+                in a row. A pad changes no state, no token sees it, and its output is zeros. Of a longer mask, for a
+                whole history, the last ``T`` columns are used. Default: no pads.
+            cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B``
+                is then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: one sequence per
+                row.
+            num_states: Number ``n`` of states to return, after each of the last ``n`` tokens of each row: from 1 to 16,
+                and at most ``T``. It is for calls of a few tokens, some of which may be rejected later, as in
+                speculative decoding. They are computed token by token, whatever the mode of the layer is. Not with
+                `attention_mask` or `cu_seqlens`. Default: the state after the last token alone.
 
         Returns:
             ``(output, state)``: `output` is ``[B, T, hidden_size]``; `state` is the new state after the last tokens, or
@@ -167,9 +169,9 @@ class StatefulLayer(FusesProjections):
 
         Raises:
             ValueError: If a shape is wrong, a tensor is not on the device of `hidden_states`, `attention_mask` comes
-                with `cu_seqlens`, or `num_states` is out of range or not allowed. TypeError: If `state` is no
-                `RecurrentState`, another argument is no dense tensor, or a dtype is wrong. RuntimeError: From PyTorch,
-                if the weights are on another device or, without autocast, have another dtype.
+                with `cu_seqlens`, or `num_states` is out of range or not allowed.
+            TypeError: If `state` is no `RecurrentState`, another argument is no dense tensor, or a dtype is wrong.
+            RuntimeError: From PyTorch, if the weights are on another device or, without autocast, have another dtype.
         """
         return self._call(hidden_states, state, attention_mask, cu_seqlens, num_states)
 
@@ -246,8 +248,8 @@ class RecurrentLayer(StatefulLayer):
         _check.count("conv_size", conv_size)
         self.mode = mode
         self.layer_idx: Any = layer_idx  # layers that use it check it
-        # A call reads this instead of `layer_idx`, for each value of which the compiler would make another graph:
-        # blocks that are compiled one by one share a graph.
+        # Calls do not read `layer_idx`, since the compiler would make another graph for each of its values. So blocks
+        # that are compiled one by one share a graph.
         self.is_first = layer_idx == 0
 
     def _keep_flags(self, **flags: bool) -> None:

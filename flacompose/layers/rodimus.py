@@ -35,8 +35,8 @@ class RodimusAttention(RecurrentLayer):
 
     From "Rodimus*: Breaking the Accuracy-Efficiency Trade-Off with Efficient Attentions"
     (<https://arxiv.org/abs/2410.06577>). The ``V`` channels of $u$ are ``2 * hidden_size``, rounded up to a multiple of
-    8. Arguments, defaults and parameter names are those of flash-linear-attention 0.6, whose checkpoints load. Its
-    initialization is that of the models there.
+    8. Arguments, defaults and parameter names are as in flash-linear-attention 0.6, whose checkpoints load. Its
+    initialization is the one of the models there.
 
     Args:
         block_type: "rodimus" or "rodimus_plus", the block of flash-linear-attention. This layer is the same in both:

@@ -35,7 +35,7 @@ class RWKV6Attention(RecurrentLayer):
     y = \bigl(\operatorname{groupnorm}(o) \odot \operatorname{gate}(g)\bigr) W_o$$
 
     From "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence"
-    (<https://arxiv.org/abs/2404.05892>). Arguments, defaults, parameter names and initialization are those of
+    (<https://arxiv.org/abs/2404.05892>). Arguments, defaults, parameter names and initialization are as in
     flash-linear-attention 0.6, whose checkpoints load. ``bonus`` is $u$.
 
     Args:
@@ -137,7 +137,7 @@ class RWKV6Attention(RecurrentLayer):
         lerp, tanh, up = self.x_proj
         low = tanh(lerp(x, delta))  # [B, T, 5 * R], the five parts side by side
         # Each part is multiplied by its own columns of the weight of `up`. Slices of the weight would bypass adapters
-        # and hooks of the module. So the module is called on five copies, in each of which all parts but one are zeros.
+        # and hooks of the module. So the module is called on five copies. In each, all parts but one are zeros.
         part = torch.arange(5, device=x.device)
         kept = part.repeat_interleave(self.proj_low_rank_dim) == part[:, None]  # [5, 5 * R]
         parts = torch.where(replicated(kept, low)[:, None], low.flatten(0, 1), 0)  # [5, B * T, 5 * R]

@@ -39,7 +39,7 @@ class RWKV7Attention(RecurrentLayer):
 
     In the first layer $v$ is $v'$, which is $v^{first}$ in all other layers. From "RWKV-7 Goose with Expressive Dynamic
     State Evolution" (<https://arxiv.org/abs/2503.14456>). Arguments, defaults, parameter names and initialization are
-    those of flash-linear-attention 0.6, whose checkpoints load. In the state dict the $W_1$ to $W_8$ and their biases
+    as in flash-linear-attention 0.6, whose checkpoints load. In the state dict the $W_1$ to $W_8$ and their biases
     are ``w_lora``, ``a_lora``, ``g_lora`` and ``v_lora``, and the $\mu$ are ``x_r``, ``x_w`` and so on.
 
     The initialization depends on the index of the layer. Without `layer_idx` or `num_hidden_layers` the layer is
@@ -195,7 +195,7 @@ class RWKV7Attention(RecurrentLayer):
     ) -> tuple[Tensor, RecurrentState | RecurrentStates, Tensor]:
         r"""Go through ``T`` tokens from `state`.
 
-        Other arguments, results and errors are those of
+        Other arguments, results and errors are as in
         [GatedLinearAttention][flacompose.layers.GatedLinearAttention.forward].
 
         Args:
@@ -304,7 +304,7 @@ def _rank(name: str, given: int | None, about: float) -> int:
 
 
 def place_of(layer_idx: int | None, num_hidden_layers: int | None) -> tuple[int, int]:
-    """Check these arguments and return them; if one is None, return those of the only layer of a model."""
+    """Check these arguments and return them; if one is None, return the arguments of a model of one layer."""
     if layer_idx is not None:
         _check.integer("layer_idx", layer_idx)
         _check.not_negative("layer_idx", layer_idx)

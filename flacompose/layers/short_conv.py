@@ -123,16 +123,17 @@ class ShortConvolution(nn.Module):
         """Convolve; return the outputs and the new state.
 
         Args:
-            x: ``[B, T, D]``. state: The inputs before the first token, ``[N, D, W]``, the newest in column ``W - 1``,
-            in any float dtype; ``N`` is ``B``, or the number of packed sequences. It is not changed. Default: zeros.
+            x: ``[B, T, D]``.
+            state: The inputs before the first token, ``[N, D, W]``, the newest in column ``W - 1``, in any float dtype;
+                ``N`` is ``B``, or the number of packed sequences. It is not changed. Default: zeros.
             lengths: ``[B]`` integers. The first ``lengths[b]`` places of row ``b`` are tokens, and the new state is the
-            state after them. Outputs of other places are arbitrary. Default: all places are tokens. cu_seqlens: Bounds
-            of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is then 1.
-            Sequences may be empty. Outputs past ``cu_seqlens[-1]`` are arbitrary. num_states: Number ``n`` of states to
-            return, from 1 to 16: the states after each of the last ``n`` tokens of each row. Not with `lengths` or
-            `cu_seqlens`. Default: the state after the last token alone. sizes: Numbers of channels, ``D`` in all. `y`
-            is then a tuple of tensors with these channels, contiguous where the op computes them, as other ops read
-            them. Default: one tensor.
+                state after them. Outputs of other places are arbitrary. Default: all places are tokens.
+            cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B``
+                is then 1. Sequences may be empty. Outputs past ``cu_seqlens[-1]`` are arbitrary.
+            num_states: Number ``n`` of states to return, from 1 to 16: the states after each of the last ``n`` tokens
+                of each row. Not with `lengths` or `cu_seqlens`. Default: the state after the last token alone.
+            sizes: Numbers of channels, ``D`` in all. `y` is then a tuple of tensors with these channels, contiguous
+                where the op computes them, as other ops read them. Default: one tensor.
 
         Returns:
             ``(y, state)``: ``[B, T, D]`` and a new ``[N, D, W]``, or ``[N, n, D, W]`` with `num_states`, both in the

@@ -26,7 +26,7 @@ class SimpleGatedLinearAttention(GatedOutputLayer):
 
     The layer of "Gated Linear Attention Transformers with Hardware-Efficient Training"
     (<https://arxiv.org/abs/2312.06635>) with the recurrence of Mamba-2, "Transformers are SSMs"
-    (<https://arxiv.org/abs/2405.21060>). Arguments, defaults and parameter names are those of flash-linear-attention
+    (<https://arxiv.org/abs/2405.21060>). Arguments, defaults and parameter names are as in flash-linear-attention
     0.6, whose checkpoints load.
 
     Args:

@@ -257,7 +257,7 @@ class StateShapes(NamedTuple):
         return RecurrentState(None, conv, None, None, None, ())
 
     def check(self, state: RecurrentState, N: int, x: Tensor) -> None:
-        """Check the shapes of `state`, its `N` sequences and its device, that of `x`; else raise a `StateError`."""
+        """Check the shapes of `state`, with `N` sequences, and the device, as of `x`; else raise a `StateError`."""
         try:
             self._check(state, N, x)
         except TypeError as error:

@@ -42,7 +42,7 @@ class Decoder:
         tokens: Example tokens of one call, such as token ids ``[B, 1]``, or ``[B, 1, hidden_size]`` for a layer.
         state: The first state, a pytree of tensors on the device of the tokens: from `init_state`, or from a call of
             the model with the prompt.
-        options: Options for Inductor, as in ``torch.compile``, beside those of the decoder. These are
+        options: Options for Inductor, as in ``torch.compile``, besides the decoder's own options. These are
             ``coordinate_descent_tuning``, no ``comprehensive_padding``, and a ``post_grad_custom_pre_pass`` by which
             kernels overwrite the state that they read, unless `options` or Inductor's configuration has such a pass.
             Default: none.

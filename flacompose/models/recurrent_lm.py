@@ -219,18 +219,21 @@ class RecurrentLM(nn.Module):
         Text may be split over several calls that pass the state on. The results are those of a single call.
 
         Args:
-            input_ids: ``[B, T]``, int64 or int32. state: A state from `init_state` or an earlier call, for ``N``
-            sequences: the ``B`` rows or the packed sequences. It is not changed. Default: the state of `init_state`.
+            input_ids: ``[B, T]``, int64 or int32.
+            state: A state from `init_state` or an earlier call, for ``N`` sequences: the ``B`` rows or the packed
+                sequences. It is not changed. Default: the state of `init_state`.
             attention_mask: ``[B, T]``, bool or integers, 0 for pads and anything else for tokens. Pads may be anywhere
-            in a row. Of a longer mask the last ``T`` columns are used. Logits at pads are arbitrary. Default: no pads.
+                in a row. Of a longer mask the last ``T`` columns are used. Logits at pads are arbitrary. Default: no
+                pads.
             cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B``
-            is then 1. Logits past ``cu_seqlens[-1]`` are arbitrary. Softmax attention then keeps no keys and values:
-            `state` must come from `init_state`, and no later call can continue from the returned state. Default: one
-            sequence per row. last_only: Whether to return only the logits of the last token of each sequence, which
-            saves memory. Logits of a sequence without tokens are arbitrary. num_states: Number ``n`` of states to
-            return, after each of the last ``n`` tokens of each row: from 1 to 16, and at most ``T``. It is for calls of
-            a few tokens, some of which may be rejected later. Not with `attention_mask` or `cu_seqlens`. Default: the
-            state after the last token alone.
+                is then 1. Logits past ``cu_seqlens[-1]`` are arbitrary. Softmax attention then keeps no keys and
+                values: `state` must come from `init_state`, and no later call can continue from the returned state.
+                Default: one sequence per row.
+            last_only: Whether to return only the logits of the last token of each sequence, which saves memory. Logits
+                of a sequence without tokens are arbitrary.
+            num_states: Number ``n`` of states to return, after each of the last ``n`` tokens of each row: from 1 to 16,
+                and at most ``T``. It is for calls of a few tokens, some of which may be rejected later. Not with
+                `attention_mask` or `cu_seqlens`. Default: the state after the last token alone.
 
         Returns:
             ``(logits, state)``: `logits` is ``[B, T, vocab_size]``, or ``[N, vocab_size]`` with `last_only`; `state` is
@@ -240,8 +243,9 @@ class RecurrentLM(nn.Module):
         Raises:
             ValueError: If a shape or the length of `state` is wrong, `attention_mask` comes with `cu_seqlens`, a model
                 with softmax attention would continue from or with packed sequences, or `num_states` is out of range or
-                not allowed. TypeError: If `input_ids` are neither int64 nor int32, or another argument has the wrong
-                type. IndexError: From PyTorch on a CPU, if a token is not below `vocab_size`.
+                not allowed.
+            TypeError: If `input_ids` are neither int64 nor int32, or another argument has the wrong type.
+            IndexError: From PyTorch on a CPU, if a token is not below `vocab_size`.
         """
         _check.indices("input_ids", input_ids)
         # Across ranks, a rank may have no tokens.
@@ -297,22 +301,28 @@ class RecurrentLM(nn.Module):
         A model that was compiled in place, by ``model.compile(...)``, generates with compiled code.
 
         Args:
-            input_ids: The prompts, ``[B, T]``, int64 or int32. max_new_tokens: Number of tokens to generate, at least
-            1. temperature: At 0 the likeliest token is chosen. Above 0, tokens are drawn from the softmax of the logits
-            divided by the temperature. top_k: Draw from this many of the likeliest tokens, and from tokens as likely as
-            the last of them. Default: all. top_p: Draw from the fewest likeliest tokens whose probabilities sum to it,
-            above 0, at most 1. Default: all. eos_token_id: A token, or several, that ends a row. The rest of the row is
-            filled with it, or with the first of several. Generation stops when all rows have ended. This reads one
-            value on the host per token. Default: none. attention_mask: ``[B, T]``, 0 for pads of prompts, anywhere in a
-            row. Every row must have a token. Default: no pads. generator: Generator of random numbers. Default:
-            PyTorch's. assistant: A smaller model with the same vocabulary, for [speculative
-            decoding](how-to/speculative.md). It proposes tokens, which this model reads in one call and keeps as far as
-            it would have chosen them. So the tokens are the same, found in fewer calls. Only at temperature 0. It reads
-            one value on the host per such call. Default: none. num_assistant_tokens: Number of tokens that the
-            assistant proposes at a time, from 1 to 15. decoder: A [Decoder][flacompose.models.Decoder] of this model
-            for tokens ``[B, 1]``, int64, for the steps after the prompts. It may have been used before. Its state
-            afterwards does not include the last new token. Not with an assistant. Default: the model computes the
-            steps.
+            input_ids: The prompts, ``[B, T]``, int64 or int32.
+            max_new_tokens: Number of tokens to generate, at least 1.
+            temperature: At 0 the likeliest token is chosen. Above 0, tokens are drawn from the softmax of the logits
+                divided by the temperature.
+            top_k: Draw from this many of the likeliest tokens, and from tokens as likely as the last of them. Default:
+                all.
+            top_p: Draw from the fewest likeliest tokens whose probabilities sum to it, above 0, at most 1. Default:
+                all.
+            eos_token_id: A token, or several, that ends a row. The rest of the row is filled with it, or with the first
+                of several. Generation stops when all rows have ended. This reads one value on the host per token.
+                Default: none.
+            attention_mask: ``[B, T]``, 0 for pads of prompts, anywhere in a row. Every row must have a token. Default:
+                no pads.
+            generator: Generator of random numbers. Default: PyTorch's.
+            assistant: A smaller model with the same vocabulary, for [speculative decoding](how-to/speculative.md). It
+                proposes tokens, which this model reads in one call and keeps as far as it would have chosen them. So
+                the tokens are the same, found in fewer calls. Only at temperature 0. It reads one value on the host per
+                such call. Default: none.
+            num_assistant_tokens: Number of tokens that the assistant proposes at a time, from 1 to 15.
+            decoder: A [Decoder][flacompose.models.Decoder] of this model for tokens ``[B, 1]``, int64, for the steps
+                after the prompts. It may have been used before. Its state afterwards does not include the last new
+                token. Not with an assistant. Default: the model computes the steps.
 
         Returns:
             The new tokens, without the prompts, ``[B, max_new_tokens]`` or fewer, int64.
@@ -366,9 +376,10 @@ class RecurrentLM(nn.Module):
             save_directory: The folder, which is created if it is missing. Its files of these names are replaced.
 
         Raises:
-            ImportError: If one of the packages is not installed. ValueError: If a parameter is on the meta device, or
-            sharded. Use ``torch.distributed.checkpoint`` for sharded ones. TypeError: If `save_directory` is no path,
-            or JSON cannot represent ``layer_options``.
+            ImportError: If one of the packages is not installed.
+            ValueError: If a parameter is on the meta device, or sharded. Use ``torch.distributed.checkpoint`` for
+                sharded ones.
+            TypeError: If `save_directory` is no path, or JSON cannot represent ``layer_options``.
         """
         _check_path("save_directory", save_directory)
         import_mixin("save_pretrained").Saved(self).save_pretrained(save_directory, config=self.config)

@@ -76,7 +76,7 @@ def fused_recurrent_gla(
 
     With ``gk`` alone it is the same function as [chunk_gla][flacompose.ops.chunk_gla], derivatives included.
     From "Gated Linear Attention Transformers with Hardware-Efficient Training" (<https://arxiv.org/abs/2312.06635>).
-    The other arguments, the results and the errors are those of [chunk_gla][flacompose.ops.chunk_gla].
+    The other arguments, the results and the errors are as in [chunk_gla][flacompose.ops.chunk_gla].
 
     Args:
         gk: Decay of the key axis, ``[B, T, H, K]``, per token, as natural logarithms from 0 to -inf; any float dtype.

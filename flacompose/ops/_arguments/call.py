@@ -29,11 +29,11 @@ def check(
     """Check `output_final_state` and, without reading values, all tensors of the `inputs` of the recurrence `op`.
 
     The axes of a tensor in the signature determine its shape: the first tensor with an axis sets the size of
-    the axis, ``HV`` is a multiple of ``H``, and ``N`` is the number of sequences. All are float
-    tensors on the device of the first input, and inputs that autocast casts have its dtype. Errors name an input as
-    `names` does, else as the signature does. The `required` inputs must be given, even if the signature has them
-    optional. `logits` are inputs that the public function transforms before the call. Within
-    `flacompose.checked`, the `values` are checked too. Without `shared_heads`, ``HV`` is ``H``.
+    the axis, ``HV`` is a multiple of ``H``, and ``N`` is the number of sequences. All are float tensors on the
+    device of the first input, and inputs that autocast casts have its dtype. Errors name an input as `names`
+    does, else as the signature does. The `required` inputs must be given, even if the signature has them
+    optional. `logits` are inputs that the public function transforms before the call. With `values`, and within
+    `flacompose.checked`, values are checked too. Without `shared_heads`, ``HV`` is ``H``.
     """
     require.flags(output_final_state=output_final_state)
     names = names or {}
@@ -76,7 +76,7 @@ def check(
 
 @assume_constant_result
 def _tensors_of(op: ModuleType, shared_heads: bool) -> tuple[Argument, ...]:
-    """The tensors of a signature. Dynamo takes them for a constant, whose guards would be half of all guards.
+    """The tensors of a signature, a constant for Dynamo: guards on them would be half of all guards of a graph.
 
     Dynamo puts the result into the globals of the compiled module, under a new name at each compilation.
     """

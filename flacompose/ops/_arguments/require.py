@@ -121,7 +121,7 @@ def _layout(q: Tensor, name: str, x: Tensor, shape: Sequence[int], q_name: str) 
 
 
 def _of_a_layer(x: object) -> str:
-    """A hint for an error, if `x` is the state of a layer, of which ops take a part."""
+    """A hint for an error, if `x` is the state of a layer. Ops take only its recurrent part."""
     return ": of the state of a layer, give .recurrent" if hasattr(x, "recurrent") else ""
 
 

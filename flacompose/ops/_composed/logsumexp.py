@@ -77,8 +77,8 @@ def running_logsumexp(
     else:
         z = torch.where((cu.diff() > 0)[:, None], total[0, (cu[1:] - 1).clamp(min=0)], z)
     gates, weights = (y.to(dtype).unflatten(-1, shape) for y in (gates, weights))
-    # `unflatten` comes before the other operations, so that `z` is no view: a call compiled for a state that is a
-    # view would be compiled again for a state that is none.
+    # `unflatten` comes first, so that the returned `z` is no view: a call that was compiled for a view as a state would
+    # be compiled again for a state that is no view.
     return Normalized(gates, weights, _or_minus_inf(z.unflatten(-1, shape)).to(dtype))
 
 

@@ -204,7 +204,7 @@ def _of_keys(v: Tensor, up: Tensor | None) -> Tensor:
 
 
 def _with(y: Tensor, weights: Tensor, products: Tensor, values: Tensor) -> Tensor:
-    """``y [B, T, R, H, P]`` plus what the queries read of the token's own writes.
+    """``y [B, T, R, H, P]`` plus the reads of the token's own writes.
 
     The writes have ``values [B, T, R, H, P]``, and ``products [B, T, H, R, R]`` are of queries and keys.
     """

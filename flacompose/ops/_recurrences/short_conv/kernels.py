@@ -245,7 +245,7 @@ def short_conv_gradient_kernel(
     d_bias_ = tl.zeros([BD], tl.float32)
     window = _window(x, initial, start, begin, end, x_token, d, in_d & inside, W)
     d_window = _zeros(W, BD)
-    # 2. Loop over the tokens of the chunk, and over those after it that read its last inputs.
+    # 2. Loop over the tokens of the chunk, and over later tokens that read its last inputs.
     for t in tl.range(start, stop if dx is None else stop + W - 1, U):
         inputs = _inputs(x, t, readers, x_token, d, in_d, U)
         dys = _inputs(dy, t, readers, dy_token, d, in_d, U)

@@ -23,7 +23,7 @@ class Inputs(NamedTuple):
     Trap: Annotated[Tensor, "B T HV"]
     Q_bias: Annotated[Tensor, "HV S"]
     K_bias: Annotated[Tensor, "HV S"]
-    Angles: Annotated[Tensor, "B T H A"]  # of the first A of S / 2 pairs; its H may differ from that of Q
+    Angles: Annotated[Tensor, "B T H A"]  # of the first A of S / 2 pairs; its H may differ from the H of Q
     # The states before the token
     initial_angle: Annotated[Tensor, "N HV A"]  # in radians
     initial_state: Annotated[Tensor, "N HV E F"]

@@ -22,7 +22,7 @@ from flacompose.ops._recurrences.fused.normalizer.kernels import (
 )
 
 C = 64  # tokens of a chunk
-STATE_PASSING_CONFIG = {"BK": 64, "STAGES": 3, "num_warps": 4}  # keys of a tile, pipeline stages, warps
+STATE_CONFIG = {"BK": 64, "STAGES": 3, "num_warps": 4}  # keys of a tile, pipeline stages, warps
 
 
 def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -99,8 +99,8 @@ class _Launches(Sequences):
         self.arguments |= self.sizes | {"DOT": tl.bfloat16 if self.bfloat16 else tl.float32}
         # The gradients of queries and keys are computed for each head of `x`, in this dtype, then summed.
         self.dtype_of_keys = q.dtype if self.H == self.HV else torch.float32
-        self.tiles = tile_count(self.K, STATE_PASSING_CONFIG["BK"])
-        # In units of 32 tokens a segment has at least 64 * 32 = 2,048.
+        self.tiles = tile_count(self.K, STATE_CONFIG["BK"])
+        # A segment has at least 64 units; with 32 tokens a unit, that is 2,048 tokens.
         self.row = Segments(self, self.T // 32, self.HV * self.tiles, (self.HV, self.K), {"gk": "sum_g"})
 
     def states(
@@ -120,12 +120,7 @@ class _Launches(Sequences):
     def _pass_states(self, x: Tensor, strength: Tensor, reverse: bool, **tensors: Tensor | None) -> None:
         given = dict.fromkeys(("initial", "states", "ends", "sum_g", "final")) | tensors
         grid = (self.tiles * self.row.count * self.N * self.HV,)
-        sizes = (
-            self.positions
-            | self.sizes
-            | {"SEGMENTS": self.row.count, "REVERSE": reverse}
-            | STATE_PASSING_CONFIG
-        )
+        sizes = self.positions | self.sizes | {"SEGMENTS": self.row.count, "REVERSE": reverse} | STATE_CONFIG
         launch(normalizer_state_passing_kernel, grid, x, strength, self.g, **given, **sizes)
 
     def divide(self, states: Tensor, **tensors: Tensor | None) -> None:

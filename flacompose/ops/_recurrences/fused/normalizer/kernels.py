@@ -10,7 +10,7 @@ parallel, from `n`, from the gradient `dn` of the state after the chunk, and fro
     dq_i = scale dz_i (sum over j <= i of w_ij beta_j k_j + w_i n)
     dk_j = beta_j (sum over i >= j of w_ij scale dz_i q_i + w_j dn)                w_j to the chunk's end
 
-A small `z` is a difference of large terms, of which rounded weights would leave little. So only queries and
+A small `z` is a difference of large terms, so rounded weights would lose it. Only queries and
 keys enter products in bfloat16.
 """
 

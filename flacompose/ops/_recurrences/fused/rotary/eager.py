@@ -44,7 +44,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     )
     dk, d_initial_k = _shifted_back(dk, upcast(_arriving(call, "last_k")), cu_seqlens)
     dv, d_initial_v = _shifted_back(dv, upcast(_arriving(call, "last_v")), cu_seqlens)
-    # Rotate the gradients back to those of the vectors before rotation.
+    # Rotate the gradients back, which gives the gradients of the vectors before rotation.
     dq, dk = (rotated(x, -angle, halves) for x in without_tail(cu_seqlens, dq, dk))
     q_, k_ = biased(q, q_bias), biased(k, k_bias)
     A = angle.shape[-1]

@@ -32,7 +32,7 @@ def ssd(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
     On CUDA it is one operator, also in graphs, whose kernels include skip and gate. Other devices, exported
     graphs and sequence parallel calls compose it of head decay and PyTorch operations; so does autocast to
-    another dtype than that of `x`, since it does not cast the `x` of the skip.
+    another dtype than `x` has, since it does not cast the `x` of the skip.
     """
     x = inputs.x
     kernels = x.is_cuda and x.dtype != torch.float64 and inputs.B.shape[3] <= LARGEST
