@@ -12,7 +12,7 @@ All are in kernels.py:
     dq, dk, dgk, du                        gk or u            channel_decay_gated_axis_kernel
     P, the products of pairs of tokens     see `AxisPlan`     channel_decay_score_kernel
 
-The kernel of plain axes with gates and that of gated axes are launched twice: first for the chunks or tiles
+The kernels of plain axes with gates and of gated axes are launched twice: first for the chunks or tiles
 whose gates are factorisable, then for the others. Gates are factorisable if the sums over each half of a
 chunk, of 32 tokens, are above -45, and, where their gradient is wanted, if each gate is above -8 (float32:
 -4) or `has_bounded_means` says so: see `gates_of_channels`. `plan` chooses.
