@@ -1,4 +1,4 @@
-"""Compilation ahead of launches: all kernels of an op at the same time, and those of its backward too."""
+"""Compilation ahead of launches: all kernels of an op and of its backward at the same time."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Tokens that several ranks share: what a span of tokens does to a state, and how ranks exchange it."""
+"""Tokens that several ranks share: the transition of a state over a span of tokens, and its exchange between ranks."""

@@ -87,7 +87,7 @@ class _OfAll(torch.autograd.Function):
 
 
 def of_all(ranks: Ranks, x: Tensor) -> Tensor:
-    """``[size, *x.shape]``: `x` of every rank. Its gradient is the sum of those of all ranks."""
+    """``[size, *x.shape]``: `x` of every rank. Its gradient is the sum of the gradients of all ranks."""
     return _OfAll.apply(x, *ranks)
 
 

@@ -59,7 +59,7 @@ class DecayEnds:
         return call.made(**made)
 
     def through_state(self, call: BackwardCall[Any], inputs: Any, d_state: Tensor | None) -> Gradients:
-        """The gradients that `call` wants, from that of the final state of a form with these `inputs`."""
+        """The gradients that `call` wants, from the gradient of the final state of a form with these `inputs`."""
         names = self.signature.differentiable
         wanted = [x in call.wanted and x != "initial_state" for x in names]
         made = {x: torch.zeros_like(getattr(call.inputs, x)) for x in call.wanted}

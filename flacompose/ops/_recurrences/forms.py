@@ -120,7 +120,7 @@ def define_ops(
     """Register ``<name>_<form>`` for each form, and ``<name>_backward``; return them by the form.
 
     With a form "recurrent" there is ``<name>_steps`` too. It is that form for sequences in rows, and
-    returns states after several of the last tokens. Its derivatives are those of one call per state. With
+    returns states after several of the last tokens. Its derivatives are the derivatives of one call per state. With
     `gates` there is ``<name>_ends``, which returns the transition of each sequence, whatever the initial
     state is: the state reached from zero, and the sums of the gates. With `erases`, ``<name>_matrix_ends`` returns
     the matrix that multiplies the keys of the state instead. Both have a backward of their own.
@@ -140,7 +140,7 @@ def define_ops(
         forms: the form "chunk" compiles its kernels ahead; "recurrent", "update" and "token" are one kernel.
         gates: the names of the inputs that decay a state by their sums over the tokens.
         flops: as in `define_op`, for a form; the backward has twice as many.
-        name: the first part of the operators' names. Default: that of the folder.
+        name: the first part of the operators' names. Default: the name of the folder.
         erases: whether a transition may multiply the keys of the state by a matrix.
     """
     folder = eager.__name__.rpartition(".")[0]

@@ -1,1 +1,1 @@
-"""What every part of the library does with tensors: dtypes, sizes, packed rows, distributed tensors, gates."""
+"""Functions of tensors for every part of the library: dtypes, sizes, packed rows, distributed tensors, gates."""

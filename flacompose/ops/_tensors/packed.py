@@ -16,7 +16,7 @@ _SHOWN.maxlist = 32
 
 
 def sequence_count(x: Tensor, cu_seqlens: Tensor | None) -> int:
-    """The number of sequences ``N`` in ``x [B, T, ...]``: one per row of the batch, or those that are packed."""
+    """The number of sequences ``N`` in ``x [B, T, ...]``: one per row of the batch, or the packed ones."""
     return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
@@ -136,7 +136,7 @@ def chunk_table(cu_seqlens: Tensor, T: int, C: int, one_each: bool = False) -> C
 
     The first chunk of sequence ``n`` has the number ``cu_seqlens[n] // C + n``, which leaves room for all chunks of the
     sequences before it. The capacity, ``ceil(T / C) + N`` chunks, follows from shapes alone: nothing is read on the
-    host. With `one_each`, no sequence is longer than a chunk, and the number of a chunk is that of its sequence.
+    host. With `one_each`, no sequence is longer than a chunk, and a chunk has the number of its sequence.
     """
     N = cu_seqlens.shape[0] - 1
     cu = bounds(cu_seqlens, T)

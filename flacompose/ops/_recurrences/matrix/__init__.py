@@ -1,1 +1,1 @@
-"""Recurrences whose state is a matrix, by how it decays and whether tokens erase what it holds."""
+"""Recurrences whose state is a matrix, by its decay and by whether tokens erase from it."""

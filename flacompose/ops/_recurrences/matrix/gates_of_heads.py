@@ -1,4 +1,4 @@
-"""Triton kernels for gates of heads: running sums within chunks, and gradients from those of sums.
+"""Triton kernels for gates of heads: running sums within chunks, and gradients from the gradients of sums.
 
 Every weight in a recurrence is the exponential of a sum of gates, which is a difference of two running sums.
 The gradient of a gate is the sum of the gradients of all sums that contain the gate.

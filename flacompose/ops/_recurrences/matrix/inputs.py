@@ -50,7 +50,7 @@ NORM_EPS = 1e-6  # added to the squared norms by which queries and keys are divi
 
 
 CHOSEN = "g g_gamma gk gv u beta a b delta_rule read_before softmax full_precision".split()
-# The arguments that each scheme takes of these, and those that it needs.
+# The ones of these arguments that each scheme takes, and that it needs.
 TAKES = {
     "head_decay": {"g", "g_gamma", "beta"},
     "channel_decay": {"gk", "gv", "u", "softmax", "full_precision"},

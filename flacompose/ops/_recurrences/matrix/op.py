@@ -22,7 +22,7 @@ _NAME = "matrix_recurrence"
 
 
 def _flops(q: Any, k: Any, v: Any, *others: Any, **by_name: Any) -> int:
-    """The FLOPs of one write and one read of the state for each token, and of what a scheme erases before."""
+    """The FLOPs of one write and one read of the state for each token, and of erasing before the write."""
     B, T, HV, V = v
     fields = Inputs._fields
     inputs = Inputs(q, k, v, *others[: len(fields) - 3], **{x: y for x, y in by_name.items() if x in fields})
@@ -31,7 +31,7 @@ def _flops(q: Any, k: Any, v: Any, *others: Any, **by_name: Any) -> int:
 
 
 def _of_state(inputs: Inputs) -> Inputs:
-    """The inputs with all decay of heads in `g`, and without what only concerns reads of the state."""
+    """The inputs with all decay of heads in `g`, and without the arguments that only concern reads of the state."""
     g = inputs.g
     if inputs.g_gamma is not None:  # a gate of every token
         g = inputs.g_gamma.expand(*inputs.v.shape[:3]) if g is None else g + inputs.g_gamma

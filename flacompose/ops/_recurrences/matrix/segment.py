@@ -60,7 +60,7 @@ class HeadGates:
         return ((a @ b.mT) * self.pair).tril(diagonal)
 
     def pair_gradient(self, a: Tensor, b: Tensor, P: Tensor, dP: Tensor) -> PairGradient:
-        """The gradients of `a`, `b` and the gates, from that of ``P = pairs(a, b)``."""
+        """The gradients of `a`, `b` and the gates, from the gradient of ``P = pairs(a, b)``."""
         exponents, dP = dP * P, dP * self.pair
         return PairGradient(dP @ b, dP.mT @ a, exponents)
 

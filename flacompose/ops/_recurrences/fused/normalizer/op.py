@@ -27,7 +27,7 @@ d_initial = initial_gradient(SIGNATURE, _ops["backward"])
 
 
 def transition(inputs: Inputs) -> tuple[Decay, Tensor]:
-    """The transition of each sequence: that of head decay with values of 1."""
+    """The transition of each sequence: the transition of head decay with values of 1."""
     decay, end = matrix.transition(eager.of_ones(inputs))
     return Decay(tuple(x.squeeze(3) for x in decay.tensors)), end.squeeze(3)
 

@@ -80,7 +80,7 @@ def _with_contiguous_steps(inputs: Inputs) -> Inputs:
 
 
 def _launches_of(inputs: Inputs, has_gate_gradients: bool = False) -> Launches:
-    """The launches of head decay of queries ``C``, keys ``B`` and values ``x``, after those of time steps and gates."""
+    """The launches of head decay of queries ``C``, keys ``B`` and values ``x``, with gates that are launched here."""
     # The time steps are here only to say that there are gates.
     scan = Scan(inputs.C, inputs.B, inputs.x, inputs.dt, cu_seqlens=inputs.cu_seqlens)
     plan = plan_of(scan, has_gate_gradients)

@@ -12,7 +12,7 @@ All are in kernels.py:
     dq, dk, dgk, du                        gk or u            channel_decay_gated_axis_kernel
     P, the products of pairs of tokens     see `AxisPlan`     channel_decay_score_kernel
 
-The kernel of plain axes with gates and that of gated axes are launched twice: first for the chunks or tiles
+The kernels of plain axes with gates and of gated axes are launched twice: first for the chunks or tiles
 whose gates are factorisable, then for the others. Gates are factorisable if the sums over each half of a
 chunk, of 32 tokens, are above -45, and, where their gradient is wanted, if each gate is above -8 (float32:
 -4) or `has_bounded_means` says so: see `gates_of_channels`. `plan` chooses.
@@ -31,7 +31,7 @@ from flacompose.ops._launch.operands import launch_by_gates, operand, operand_dt
 from flacompose.ops._launch.row_split import Segments
 from flacompose.ops._launch.sequences import MatrixSequences
 from flacompose.ops._operators.signature import BackwardCall, Gradients
-from flacompose.ops._recurrences.matrix.channel_decay import slots
+from flacompose.ops._recurrences.matrix.channel_decay import plan, slots
 from flacompose.ops._recurrences.matrix.channel_decay.kernels import (
     Results,
     Vectors,
@@ -40,7 +40,6 @@ from flacompose.ops._recurrences.matrix.channel_decay.kernels import (
     channel_decay_score_kernel,
     channel_decay_state_passing_kernel,
 )
-from flacompose.ops._recurrences.matrix.channel_decay.plan import plan_of
 from flacompose.ops._recurrences.matrix.gates_of_channels import C
 from flacompose.ops._recurrences.matrix.inputs import Inputs
 
@@ -131,7 +130,7 @@ class _Launches:
         self.tokens = tokens = MatrixSequences(inputs.q, inputs.v, inputs.cu_seqlens, inputs.scale, CHUNK)
         self.gk, self.gv, self.u = operand(inputs.gk), operand(inputs.gv), operand(inputs.u)
         self.arguments = tokens.arguments | {"READ_BEFORE": inputs.u is not None}
-        self.plan = plan_of(tokens, inputs)
+        self.plan = plan.plan_of(tokens, inputs)
         state, gates = (tokens.H, tokens.K, tokens.V), {"gk": "sum_gk", "gv": "sum_gv"}
         self.row = Segments(tokens, tokens.chunks_of_row, tokens.H * self.plan.tiles, state, gates)
 

@@ -11,7 +11,7 @@ from flacompose.ops._recurrences.matrix.inputs import Inputs
 
 
 class AxisPlan(NamedTuple):
-    """The launches along the value axis, or along the key axis, whose sizes are those of the other one."""
+    """The launches along one axis of the state, the values or the keys."""
 
     score: dict[str, int]
     plain: dict[str, int]

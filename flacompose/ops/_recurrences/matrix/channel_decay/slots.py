@@ -17,7 +17,7 @@ def softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def softmax_gradient(logits: Tensor, dp: Tensor) -> Tensor:
-    """The gradient of `logits` from that of their softmax."""
+    """The gradient of `logits` from the gradient of their softmax."""
     return _launch(logits, dp, logits.dtype)
 
 

@@ -8,7 +8,7 @@
     dq, dk, gradients of sums of gates     gate gradients        head_decay_gradient_kernel       gradients.py
     dg, dbeta                              gate gradients        head_gate_gradient_kernel        gates_of_heads.py
 
-"Gate gradients" are those of `g`, `g_gamma` and `beta`. `backward` and `Launches.pass_states` launch them, and
+"Gate gradients" are the gradients of `g`, `g_gamma` and `beta`. `backward` and `Launches.pass_states` launch them, and
 `plan` has their chunks and tiles. The kernels are the same on all chips.
 """
 
@@ -109,7 +109,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 
 
 def launches_of(inputs: Inputs, has_gate_gradients: bool = False, fine: bool = False) -> Launches:
-    """The launches of a call, after that of its gates.
+    """The launches of a call, whose gates are launched here.
 
     These are one gate per head for all tokens, or running sums of gates, in two parts for float32 products.
     """
@@ -174,7 +174,7 @@ class Launches:
     ) -> None:
         """Launch `head_decay_state_passing_kernel`; with `transpose`, `b` has the size of values and `x` that of keys.
 
-        The `states` are its `States` by name; those that are not given are absent.
+        The `states` are its `States` by name; all others are absent.
         """
         tokens, plan, (tiles, columns) = self.tokens, self.plan, self.tiles(transpose)
         programs = columns * self.row.count * tokens.N * tokens.H
@@ -283,7 +283,7 @@ def gate_gradient(
     blocks: int = 1,
     shared: bool = False,
 ) -> Tensor:
-    """``[B, T, H]``: the gradient of each gate, from those of the sums that contain it. Fills `dbeta` from `d_beta`.
+    """``[B, T, H]``: the gradient of each gate, from the gradients of all sums of it. Fills `dbeta` from `d_beta`.
 
     `kinds` are the numbers of parts of `d_sums` of the kinds `ENDING`, `BEGINNING` and `LEAVING` of `gates`.
     The other parts are `ACROSS`, where a chunk has two `blocks`, or `BETWEEN` where heads are `shared` too.

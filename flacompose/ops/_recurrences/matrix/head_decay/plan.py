@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from flacompose.ops._launch.chip import Chip, chip_of
+from flacompose.ops._launch import sequences
+from flacompose.ops._launch.chip import Chip
 from flacompose.ops._launch.operands import block, tile_count
 from flacompose.ops._recurrences.matrix.inputs import Inputs
 
@@ -27,7 +28,7 @@ class Plan(NamedTuple):
 
 def plan_of(inputs: Inputs, has_gate_gradients: bool = False, fine: bool = False) -> Plan:
     q, (HV, V) = inputs.q, inputs.v.shape[2:]
-    chip, bfloat16, (H, K) = chip_of(q.device), q.dtype == torch.bfloat16, q.shape[2:]
+    chip, bfloat16, (H, K) = sequences.chip_of(q.device), q.dtype == torch.bfloat16, q.shape[2:]
     fine = fine and bfloat16
     gated = inputs.g is not None or inputs.g_gamma is not None or has_gate_gradients
     step = step_size(bfloat16, max(K, V), gated)

@@ -93,7 +93,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 
 
 class _Launches:
-    """The launches of one call, but for those of state passing."""
+    """The launches of one call except for state passing."""
 
     def __init__(self, inputs: Inputs) -> None:
         self.tokens = tokens = MatrixSequences(inputs.q, inputs.v, inputs.cu_seqlens, inputs.scale, CHUNK)

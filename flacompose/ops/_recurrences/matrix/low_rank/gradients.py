@@ -142,7 +142,7 @@ def _two_dots(of_x, of_y, pairs, stride, vectors, DOT: tl.constexpr):
 
 @triton.jit
 def _of_rows(d_rows, DOT: tl.constexpr):
-    """The gradients of gates from those of their sums from the chunk's middle."""
+    """The gradients of gates from the gradients of their sums from the chunk's middle."""
     j = tl.arange(0, C)[:, None]
     t = tl.arange(0, C)[None, :]
     return select(tl.where((t == C // 2 - 1) & (j < C // 2), 1.0, from_middle(t, j)), d_rows, DOT)
