@@ -1,7 +1,7 @@
 """The registered ops of the RG-LRU: `inputs` lists their arguments, `eager` states the recurrence.
 
-It is no call of the elementwise scan, because decays and inputs would be written and read in float32, which
-takes several times as long as all computations here.
+Its kernels are those of the elementwise scan, but it is no call of that operator: decays and inputs would be written
+and read in float32, which takes several times as long as all computations here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ d_start = start_gradient(SIGNATURE, _ops["backward"])
 
 
 def stretch(inputs: Inputs) -> tuple[Map, Tensor]:
-    """The transition of each sequence: that of the elementwise scan of the same decays and inputs."""
+    """The transition of each sequence, by the elementwise scan of the same decays and inputs."""
     return scan.stretch(eager.gated(inputs))
 
 

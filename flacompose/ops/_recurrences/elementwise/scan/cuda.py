@@ -79,7 +79,7 @@ class _Launches(Sequences):
     def __init__(self, inputs: Any, by_token: bool = False) -> None:
         C, channels = TOKEN_CONFIG if by_token else CHUNK_CONFIG
         super().__init__(inputs.x, inputs.cu_seqlens, C)
-        self.D, self.initial = inputs.x.shape[2], inputs.initial_state
+        self.D, self.dtype, self.initial = inputs.x.shape[2], inputs.x.dtype, inputs.initial_state
         # Kernels read gates in any dtype.
         given = {x: getattr(inputs, x, None) for x in ("x", "g", "r", "i", "a_param", "reset")}
         self.operands = {name: None if y is None else y.contiguous() for name, y in given.items()}
@@ -98,8 +98,7 @@ class _Launches(Sequences):
         self.arguments |= {"C": C, "BD": BD}
 
     def forward(self, count: int | None = None, stride: int | None = None) -> tuple[Tensor, Tensor]:
-        x = self.operands["x"]
-        o = self.per_token(self.D, dtype=x.dtype)
+        o = self.per_token(self.D, dtype=self.dtype)
         final_state = self.per_sequence(*([] if count is None else [count]), self.D)
         self.forwards(o=o, final=final_state, count=count, stride=stride)
         return self.batched(o), final_state

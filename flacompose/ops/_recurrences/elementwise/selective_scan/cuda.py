@@ -127,13 +127,13 @@ class _Launches(Sequences):
         row = Segments(self, self.T // 32, programs, (self.D, self.S), {"gk": "sum_dt"}, rates)
         return row, {"TOKENS": TOKENS, "BD": BD, "num_warps": 1}
 
-    def forwards(self, **results: Tensor | None) -> None:
+    def forwards(self, **results: Any) -> None:
         """Fill `y`, `before` and `final`, if given."""
         row, _ = self.tiles(SWEEP)
         sweep = partial(self.sweep, row.count)
         sweep(initial=row.starts(sweep, self.initial), **results)
 
-    def sweep(self, SEGMENTS: int, REVERSE: bool = False, **given: Tensor | None) -> None:
+    def sweep(self, SEGMENTS: int, REVERSE: bool = False, **given: Any) -> None:
         """Launch `selective_scan_kernel`, which fills the given results; backwards with `dy` in place of `x`."""
         _, sizes = self.tiles(SWEEP)
         absent: dict[str, Any] = dict.fromkeys(("initial", "y", "before", "ends", "sum_dt", "final"))
