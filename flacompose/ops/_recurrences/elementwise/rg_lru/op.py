@@ -1,7 +1,7 @@
 """The registered ops of the RG-LRU: `inputs` lists their arguments, `eager` states the recurrence.
 
-It is no call of the elementwise scan, because decays and inputs would be written and read in float32, which
-takes several times as long as all computations here.
+Its kernels are those of the elementwise scan, but it is no call of that operator: decays and inputs would be written
+and read in float32, which takes several times as long as all computations here.
 """
 
 from __future__ import annotations

@@ -12,13 +12,11 @@ from flacompose.ops._launch.operands import block, tile_count
 from flacompose.ops._launch.row_split import Segments
 from flacompose.ops._launch.sequences import Sequences
 from flacompose.ops._operators.signature import BackwardCall, Gradients
-from flacompose.ops._recurrences.elementwise.scan.kernels import UNIT, scan_gradient_kernel, scan_kernel
+from flacompose.ops._recurrences.elementwise.scan.kernels import scan_gradient_kernel, scan_kernel
 
-# Tokens of a chunk. The state before each is kept for the backward.
-CHUNK = 16
-# (tokens of a tile, a divisor of `UNIT`; most channels of a tile): of the scan, of the RG-LRU, where a thread
-# has one channel, and by token.
-SCAN_TILE, GATED_TILE, TOKEN_TILE = (32, 32), (16, 32), (1, 256)
+# (tokens of a chunk, most channels of a tile). In chunks, before which the state is kept for the backward, a
+# thread has one channel; and by token.
+CHUNK_CONFIG, TOKEN_CONFIG = (16, 32), (1, 256)
 
 
 def chunk(inputs: Any) -> tuple[Tensor, Tensor]:
@@ -79,16 +77,17 @@ class _Launches(Sequences):
     """The launches of one call."""
 
     def __init__(self, inputs: Any, by_token: bool = False) -> None:
-        super().__init__(inputs.x, inputs.cu_seqlens, CHUNK)
-        self.D, self.initial = inputs.x.shape[2], inputs.initial_state
+        C, channels = TOKEN_CONFIG if by_token else CHUNK_CONFIG
+        super().__init__(inputs.x, inputs.cu_seqlens, C)
+        self.D, self.dtype, self.initial = inputs.x.shape[2], inputs.x.dtype, inputs.initial_state
         # Kernels read gates in any dtype.
         given = {x: getattr(inputs, x, None) for x in ("x", "g", "r", "i", "a_param", "reset")}
         self.operands = {name: None if y is None else y.contiguous() for name, y in given.items()}
-        self.C, channels = TOKEN_TILE if by_token else SCAN_TILE if given["r"] is None else GATED_TILE
         BD, reset = block(self.D, channels), given["reset"]
         tiles = tile_count(self.D, BD)
-        # A segment has at least 64 units. Programs of one warp are small, so twice as many run.
-        units = 0 if by_token else self.T // UNIT.value
+        # In units of 32 tokens a segment has at least 64 * 32 = 2,048. Programs of one warp are small, so
+        # twice as many run.
+        units = 0 if by_token else self.T // 32
         self.row = Segments(self, units, tile_count(tiles, 2), (self.D,), {"gv": "sum_g"})
         self.programs = self.N * tiles * self.row.count
         self.arguments |= {
@@ -96,11 +95,10 @@ class _Launches(Sequences):
             "D": self.D,
             "H": 1 if reset is None else reset.shape[2],
         }
-        self.arguments |= {"CHUNK": CHUNK, "BD": BD}
+        self.arguments |= {"C": C, "BD": BD}
 
     def forward(self, count: int | None = None, stride: int | None = None) -> tuple[Tensor, Tensor]:
-        x = self.operands["x"]
-        o = self.per_token(self.D, dtype=x.dtype)
+        o = self.per_token(self.D, dtype=self.dtype)
         final_state = self.per_sequence(*([] if count is None else [count]), self.D)
         self.forwards(o=o, final=final_state, count=count, stride=stride)
         return self.batched(o), final_state
@@ -113,4 +111,4 @@ class _Launches(Sequences):
         """Launch `scan_kernel`, which fills the given results. By token, `final` may be `count` states."""
         absent = dict.fromkeys(("initial", "o", "before", "ends", "sum_g", "final", "count", "stride"))
         arguments = {**absent, **self.operands, **self.arguments, **given}
-        launch(scan_kernel, (self.programs,), **arguments, C=self.C, REVERSE=REVERSE, num_warps=1)
+        launch(scan_kernel, (self.programs,), **arguments, REVERSE=REVERSE, num_warps=1)

@@ -19,10 +19,9 @@ import triton.language as tl
 
 from flacompose.ops._tiles.blocks import (
     bounded,
+    chunks_of_segment,
     decayed,
     expm1_near_0,
-    find_segment,
-    find_sequence,
     finite,
     is_idle,
     softplus,
@@ -30,8 +29,6 @@ from flacompose.ops._tiles.blocks import (
     state_number,
     tile_of_channels,
 )
-
-UNIT = tl.constexpr(32)  # segments have a multiple of this many tokens, whatever the tile
 
 
 @triton.jit
@@ -73,15 +70,6 @@ def _decay(gate, rate, reset):
     return g, a, opened, strength
 
 
-@triton.jit
-def _bounds(n, segment, SEGMENTS, T, cu_seqlens, CHUNK: tl.constexpr, C: tl.constexpr, REVERSE: tl.constexpr):
-    """A sequence's first token, its end and the row of its first chunk, and a segment's tiles, `begin` to `stop`."""
-    lo, hi, row = find_sequence(n, T, cu_seqlens, CHUNK)
-    segment = SEGMENTS - 1 - segment if REVERSE else segment
-    begin, stop = find_segment(segment, SEGMENTS, tl.cdiv(hi - lo, UNIT))
-    return lo, hi, row, begin * (UNIT // C), tl.minimum(stop * (UNIT // C), tl.cdiv(hi - lo, C))
-
-
 @triton.jit(do_not_specialize=["T", "N", "SEGMENTS", "count", "stride"])
 def scan_kernel(
     x,  # [tokens, D]; backwards do
@@ -104,7 +92,6 @@ def scan_kernel(
     stride,
     D: tl.constexpr,
     H: tl.constexpr,
-    CHUNK: tl.constexpr,
     C: tl.constexpr,
     BD: tl.constexpr,
     REVERSE: tl.constexpr,
@@ -120,7 +107,7 @@ def scan_kernel(
     d = (tile * BD).to(tl.int32) + tl.arange(0, BD)
     in_d = d < D
     at_end = (segment * N + n) * D + d
-    lo, hi, row, begin, stop = _bounds(n, segment, SEGMENTS, T, cu_seqlens, CHUNK, C, REVERSE)
+    lo, hi, row, _, begin, stop = chunks_of_segment(n, segment, SEGMENTS, T, cu_seqlens, C, REVERSE)
 
     # 1. The rates, and the state before the segment.
     rate = None
@@ -135,7 +122,8 @@ def scan_kernel(
     token = lo + (tl.maximum(stop - 1, 0) if REVERSE else begin) * C
     following = _tile(x, g, r, i, reset, token, hi, d, in_d, D, H, C, REVERSE)
     for k in range(begin, stop):
-        first = lo + (begin + stop - 1 - k if REVERSE else k) * C
+        chunk = begin + stop - 1 - k if REVERSE else k
+        first = lo + chunk * C
         left = tl.minimum(hi - first, C).to(tl.int32)
         token = tl.maximum(first - C, lo) if REVERSE else first + C
         x_tile, gate_tile, i_tile, reset_tile = following
@@ -149,9 +137,8 @@ def scan_kernel(
             if REVERSE:
                 added = a_ * (added + x_)
             else:
-                if before is not None and j % CHUNK == 0:
-                    chunk = row + (first - lo + j) // CHUNK
-                    tl.store(before + chunk * D + d, h, mask=in_d & (j < left))
+                if before is not None and j == 0:
+                    tl.store(before + (row + chunk) * D + d, h, mask=in_d)
                 e_ = strength * tl.sigmoid(i_tile[j].to(tl.float32)) * x_ if i is not None else x_
                 added = a_ * added + e_
                 h = a_ * h + e_
@@ -200,7 +187,7 @@ def scan_gradient_kernel(
     SEGMENTS,
     D: tl.constexpr,
     H: tl.constexpr,
-    CHUNK: tl.constexpr,
+    C: tl.constexpr,
     BD: tl.constexpr,
 ):
     """Fills the given gradients, backwards in time, one segment of one sequence per program.
@@ -213,7 +200,7 @@ def scan_gradient_kernel(
     d = (tile * BD).to(tl.int32) + tl.arange(0, BD)
     in_d = d < D
     at_end = (segment * N + n) * D + d
-    lo, hi, row, begin, stop = _bounds(n, segment, SEGMENTS, T, cu_seqlens, CHUNK, CHUNK, True)
+    lo, hi, row, _, begin, stop = chunks_of_segment(n, segment, SEGMENTS, T, cu_seqlens, C, True)
 
     # 1. The rates, and the gradient of the state after the segment.
     rate = None
@@ -227,28 +214,28 @@ def scan_gradient_kernel(
 
     # 2. The tokens of the last chunk, and the state before it.
     last = tl.maximum(stop - 1, 0)
-    token = lo + last * CHUNK
-    following = _tile(x, g, r, i, reset, token, hi, d, in_d, D, H, CHUNK, False)
-    next_do = tile_of_channels(do, token, hi, d, in_d, D, CHUNK, False)
+    token = lo + last * C
+    following = _tile(x, g, r, i, reset, token, hi, d, in_d, D, H, C, False)
+    next_do = tile_of_channels(do, token, hi, d, in_d, D, C, False)
     next_h = tl.zeros([BD], tl.float32)
     if before is not None:
         next_h = tl.load(before + (row + last) * D + d, mask=in_d & (begin < stop), other=0.0)
     for k in range(begin, stop):
         chunk = begin + stop - 1 - k
-        first = lo + chunk * CHUNK
-        left = tl.minimum(hi - first, CHUNK).to(tl.int32)
+        first = lo + chunk * C
+        left = tl.minimum(hi - first, C).to(tl.int32)
         earlier = tl.maximum(chunk - 1, 0)
-        token = lo + earlier * CHUNK
+        token = lo + earlier * C
         x_tile, gate_tile, i_tile, reset_tile = following
         do_tile, h = next_do, next_h
-        following = _tile(x, g, r, i, reset, token, hi, d, in_d, D, H, CHUNK, False)
-        next_do = tile_of_channels(do, token, hi, d, in_d, D, CHUNK, False)
+        following = _tile(x, g, r, i, reset, token, hi, d, in_d, D, H, C, False)
+        next_do = tile_of_channels(do, token, hi, d, in_d, D, C, False)
         if before is not None:
             next_h = tl.load(before + (row + earlier) * D + d, mask=in_d, other=0.0)
         # 3. Forwards: the gates of each token, and the decayed state before it.
         gates, decays, strengths, lefts = (), (), (), ()
         begun, added, total = c, tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
-        for j in tl.static_range(CHUNK):
+        for j in tl.static_range(C):
             reset_ = reset_tile[j] if reset is not None else None
             g_, a_, opened, strength = _decay(gate_tile[j], rate, reset_)
             gates, decays, strengths = gates + (opened,), decays + (a_,), strengths + (strength,)
@@ -259,7 +246,7 @@ def scan_gradient_kernel(
             h = a_ * h + u_
             total += g_
         # 4. Backwards, with the gradients of each token.
-        for j in tl.static_range(CHUNK - 1, -1, -1):
+        for j in tl.static_range(C - 1, -1, -1):
             a_, strength, do_ = decays[j], strengths[j], do_tile[j].to(tl.float32)
             dh = do_ + c
             c = a_ * dh
