@@ -53,24 +53,9 @@ def _factorisable_sums(gk, i, size, d, HV, K: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def _factorisable_pairs(
-    g,
-    middle,
-    q,
-    k,
-    a,
-    q_decayed,
-    k_decayed,
-    total,
-    of_q,
-    of_k,
-    i,
-    size,
-    d,
-    H,
-    HV,
-    K: tl.constexpr,
+    g, middle, q, k, a, q_decayed, k_decayed, total, of_q, of_k, i, size, d, H, HV, K: tl.constexpr,
     DOT: tl.constexpr,
-):
+):  # fmt: skip
     """`of_q` and `of_k` with the products of channels `d`, the writing keys, and the late half's decay.
 
     The decayed queries and reading keys are stored, and so is `total`.

@@ -131,18 +131,9 @@ def of_state(x, S, size, HV, V: tl.constexpr, d, K: tl.constexpr, BV: tl.constex
 
 @triton.jit
 def by_levels(
-    x,
-    writer,
-    g,
-    pairs,
-    d_reader,
-    written,
-    d_gates,
-    GATES: tl.constexpr,
-    READ_BEFORE: tl.constexpr,
-    DOT: tl.constexpr,
-    rest: tl.constexpr = 0,
-):
+    x, writer, g, pairs, d_reader, written, d_gates, GATES: tl.constexpr, READ_BEFORE: tl.constexpr,
+    DOT: tl.constexpr, rest: tl.constexpr = 0,
+):  # fmt: skip
     """Adds the pairs of readers `x` and `writer`, one product for each level of blocks, to the three gradients.
 
     At each level, readers are the rows of odd blocks, and writers the rows of even ones. If the rounding

@@ -271,19 +271,9 @@ def _store_parts(x, parts, dv, K: tl.constexpr, V, BK: tl.constexpr):
 
 @triton.jit
 def _read_parts(
-    x,
-    y,
-    parts,
-    states,
-    size,
-    H,
-    dv,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    C: tl.constexpr,
+    x, y, parts, states, size, H, dv, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     DOT: tl.constexpr,
-):
+):  # fmt: skip
     """``S x_t`` and, if `y` is given, ``S y_t``, as ``[dv, tokens]``, of one head of ``x, y [tokens, H, K]``.
 
     The state in `parts` is also stored in `states`, if given. The parts are processed one after the other, so
@@ -388,19 +378,9 @@ def chunks_that_count(log_norm, h, HV, begin, stop, ranges, REVERSE: tl.constexp
 
 @triton.jit
 def chunks_to_pass(
-    log_norm,
-    h,
-    HV,
-    segment,
-    SEGMENTS,
-    chunks,
-    begin,
-    stop,
-    ranges,
-    ENDS: tl.constexpr,
-    IDENTITY: tl.constexpr,
-    WARM_STARTS: tl.constexpr,
-):
+    log_norm, h, HV, segment, SEGMENTS, chunks, begin, stop, ranges, ENDS: tl.constexpr,
+    IDENTITY: tl.constexpr, WARM_STARTS: tl.constexpr,
+):  # fmt: skip
     """The chunks of a segment, from `begin` to `stop`, that the forward state passing covers.
 
     Also whether this program reaches the end of the row, and the number on the diagonal of the matrix at
@@ -493,19 +473,9 @@ def delta_state_passing_kernel(
         first = start * HV + h
         # 1. The reads of the state by keys and queries, and e.
         read_by_k, read = _read_parts(
-            k_read + at_k,
-            None if o is None else q_read + at_k,
-            S,
-            None if states is None else states + rh * K * V,
-            size,
-            HK,
-            dv,
-            K,
-            V,
-            BK,
-            C,
-            DOT,
-        )
+            k_read + at_k, None if o is None else q_read + at_k, S,
+            None if states is None else states + rh * K * V, size, HK, dv, K, V, BK, C, DOT,
+        )  # fmt: skip
         if b is None:
             e = -read_by_k
         else:
