@@ -644,7 +644,7 @@ def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) ->
         ]
 
 
-@pytest.mark.parametrize(("more", "named"), [({"betas": None}, "betas"), ({}, "beta")])
+@pytest.mark.parametrize(("more", "named"), [({"beta": None, "betas": None}, "betas"), ({}, "beta")])
 def test_kernels_get_their_arguments_and_no_others(more: dict[str, Any], named: str) -> None:
     """An error names an argument that no kernel takes, and one that is absent."""
     q, beta = torch.zeros(1, 5, 2, 16), torch.zeros(1, 5, 2)

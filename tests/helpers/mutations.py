@@ -98,7 +98,7 @@ BREAKS = [
     Break("ops/_recurrences/matrix/delta_rule/hopper/channel_block_gradients.py", "        gl.store(factorisable_tiles, 1)\n", "", GLUON, "mild_in_blocks"),
     Break("ops/_recurrences/matrix/delta_rule/hopper/channel_block_gradients.py", "gl.max(gl.max(gl.abs(middle), 1), 0)", "0.0 * gl.max(gl.max(gl.abs(middle), 1), 0)", GLUON, "mild_in_blocks"),
     Break("ops/_recurrences/matrix/delta_rule/hopper/channel_block_gradients.py", "gl.max(gl.max(size_of_gate(g.to(gl.float32), gl.bfloat16), 1), 0)", "0.0", GLUON, "mild_in_blocks"),
-    Break("ops/_recurrences/matrix/delta_rule/launch_factors.py", "= gates.factorisable_chunks", "= x.gk if x.gk is None else gates.factorisable_chunks.clone()", GLUON, "kda and dense"),
+    Break("ops/_recurrences/matrix/delta_rule/launch_factors.py", "= gates.factorisable_chunks", "= x.gk if x.gk is None else gates.factorisable_chunks.clone()", GLUON, "mild_in_blocks"),
     Break("ops/_recurrences/matrix/delta_rule/hopper/channel_gradients.py", "x_s, zeros, 2, rest_s)", "x_s, zeros, 2)", GLUON, "beside_large"),
     Break("ops/_recurrences/matrix/delta_rule/hopper/channel_block_gradients.py", "writer_s, zeros, 2, x_s.index(1))", "writer_s, zeros, 2)", GLUON, "beside_large"),
     Break("ops/_recurrences/matrix/delta_rule/hopper/channel_gradients.py", "(of_early + by_state)[None, :]", "of_early[None, :]", GLUON, "kda and dense"),
