@@ -293,16 +293,15 @@ def test_what_is_mild_in_blocks(gates: Tensor, chunk: int, tiles: list[int], mem
     def emulate(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
         taken = kernel is hopper_channel_block_gradient_kernel
         if taken or kernel is hopper_channel_factor_kernel:
-            kwargs["mild"].fill_(memory)
+            kwargs["factorisable_tiles" if taken else "factorisable_chunks"].fill_(memory)
         run(kernel, grid, *args, **kwargs)
         if taken:
-            noted.update(
-                {name: kwargs[name][0].flatten().tolist() for name in ("factorisable_chunks", "mild")}
-            )
+            names = "factorisable_chunks", "factorisable_tiles"
+            noted.update({name: kwargs[name][0].flatten().tolist() for name in names})
 
     with tables_of(HOPPER), launching_by(emulate):
         results = evaluate(problem, function=launched)
-    assert noted == {"factorisable_chunks": [chunk], "mild": tiles}
+    assert noted == {"factorisable_chunks": [chunk], "factorisable_tiles": tiles}
     # Of so few tokens, `dbeta` may be beyond the bound of the contract with all kernels. Those of Triton make the same.
     with tables_of(AMPERE), launching_by(run):
         expected = evaluate(problem, function=launched)

@@ -45,12 +45,12 @@ from flacompose.ops._recurrences.matrix.channel_decay.kernels import (
 from flacompose.ops._recurrences.matrix.delta_rule import cuda as delta_rule
 from flacompose.ops._recurrences.matrix.delta_rule import plan
 from flacompose.ops._recurrences.matrix.delta_rule.both_directions import delta_both_directions_kernel
-from flacompose.ops._recurrences.matrix.delta_rule.channel_kernels import (
-    delta_channel_factor_kernel,
+from flacompose.ops._recurrences.matrix.delta_rule.channel_factors import delta_channel_factor_kernel
+from flacompose.ops._recurrences.matrix.delta_rule.channel_gradients import (
     delta_channel_gradient_kernel,
     delta_channel_product_gradient_kernel,
 )
-from flacompose.ops._recurrences.matrix.delta_rule.gradients import (
+from flacompose.ops._recurrences.matrix.delta_rule.head_gradients import (
     delta_add_heads_kernel,
     delta_head_gradient_kernel,
 )
@@ -385,7 +385,7 @@ def test_gluon_sweeps_forwards(change: str, taken: bool) -> None:
     assert (hopper_inverse_kernel in kernels) == (hopper_state_passing_kernel in kernels) == taken
     assert (delta_state_passing_kernel in kernels) != taken
     sweeps = [x for kernel, x in launches if kernel is hopper_state_passing_kernel]
-    assert all(x["v_token"] % 8 == 0 and x["q"] is q and x["k"] is k for x in sweeps)
+    assert all(x["v_token"] % 8 == 0 and x["q_read"] is q and x["k_read"] is k for x in sweeps)
     # Of a long row, the states that segments end at, what they do to any other, and the outputs.
     assert [(x["IDENTITY"], x["o"] is not None) for x in sweeps] == (
         [(False, False), (True, False)] * (change == "long") + [(False, True)]
@@ -623,19 +623,19 @@ def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) ->
         for x in launches
         if x[0] in (*in_gluon, delta_channel_product_gradient_kernel, delta_channel_gradient_kernel)
     ]
-    found = [(kernel, x.get("MILD")) for kernel, x in gradients]
+    found = [(kernel, x.get("FACTORISABLE")) for kernel, x in gradients]
     strong = delta_channel_factor_kernel, False
     if chip == HOPPER and K in (64, 128) and unaligned is None:
         expected = [(pairs_in_gluon, None, None), (*strong, False)]
     else:
         expected = [(delta_channel_factor_kernel, True, True), (*strong, True)]
-    assert [(kernel, x.get("MILD"), x.get("IN_BLOCKS")) for kernel, x in pairs] == expected
+    assert [(kernel, x.get("FACTORISABLE"), x.get("IN_BLOCKS")) for kernel, x in pairs] == expected
     if chip == HOPPER and (K, V) == (128, 64) and unaligned is None:
         assert found == [*((kernel, None) for kernel in in_gluon), (delta_channel_gradient_kernel, False)]
         mild, blocks, others = (x for _, x in gradients)
         noted = mild["factorisable_chunks"]
-        assert all(x["mild"] is noted for _, x in pairs) and blocks["factorisable_chunks"] is noted
-        assert all(blocks[name] is others[name] for name in ("mild", "pairs", "diagonal"))
+        assert all(x["factorisable_chunks"] is noted for x in (blocks, *(x for _, x in pairs)))
+        assert all(blocks[name] is others[name] for name in ("factorisable_tiles", "pairs", "diagonal"))
     else:
         assert found == [
             (delta_channel_product_gradient_kernel, None),
@@ -644,7 +644,7 @@ def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) ->
         ]
 
 
-@pytest.mark.parametrize(("more", "named"), [({"betas": None}, "betas"), ({}, "beta")])
+@pytest.mark.parametrize(("more", "named"), [({"beta": None, "betas": None}, "betas"), ({}, "beta")])
 def test_kernels_get_their_arguments_and_no_others(more: dict[str, Any], named: str) -> None:
     """An error names an argument that no kernel takes, and one that is absent."""
     q, beta = torch.zeros(1, 5, 2, 16), torch.zeros(1, 5, 2)

@@ -20,10 +20,10 @@ class GateSums(NamedTuple):
 
 
 class WYFactors(NamedTuple):
-    q: Any  # [tokens, HK, K]; where gates are of channels, `q_decayed`, and HK is HV
-    k: Any  # [tokens, HK, K], reading keys; likewise `k_decayed`
+    q_read: Any  # [tokens, HK, K], queries; where gates are of channels, `q_decayed`, and HK is HV
+    k_read: Any  # [tokens, HK, K], reading keys; likewise `k_decayed`
     W: Any = None  # [tokens, HV, K], keys that write the errors of values
-    b: Any = None  # [tokens, HV, K], keys that write the reads of `k`, in the low-rank recurrence
+    b: Any = None  # [tokens, HV, K], keys that write the reads of `k_read`, in the low-rank recurrence
     P: Any = None  # [chunks, HV, C, C], transposed
     Y: Any = None  # [chunks, HV, C, C], transposed, in float32; or in bfloat16, from `hopper_inverse_kernel`
 

@@ -92,7 +92,7 @@ HEADS = tl.constexpr(64)  # the most heads of a row with warm starts, because al
 def inverse(upper, DOT: tl.constexpr):
     """``(I + upper)^-1``, where only the part of `upper` above the diagonal counts.
 
-    The inverse is built from those of diagonal blocks of 1, 2, 4, ... tokens. As in substitution, no
+    The inverses of diagonal blocks of 1, 2, 4, ... tokens give the inverse. As in substitution, no
     intermediate result is much larger than the inverses themselves. A power series would lose all digits
     where keys are alike.
     """
@@ -271,19 +271,9 @@ def _store_parts(x, parts, dv, K: tl.constexpr, V, BK: tl.constexpr):
 
 @triton.jit
 def _read_parts(
-    x,
-    y,
-    parts,
-    states,
-    size,
-    H,
-    dv,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    C: tl.constexpr,
+    x, y, parts, states, size, H, dv, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     DOT: tl.constexpr,
-):
+):  # fmt: skip
     """``S x_t`` and, if `y` is given, ``S y_t``, as ``[dv, tokens]``, of one head of ``x, y [tokens, H, K]``.
 
     The state in `parts` is also stored in `states`, if given. The parts are processed one after the other, so
@@ -308,8 +298,8 @@ def decays_to_zero(log_norm, HV, begin, stop, turns, REVERSE: tl.constexpr):
 
     In float32 the state after them then equals the state that they reach from zero. ``log_norm [chunks, HV]``,
     of one head, is the base-2 logarithm of a bound of the norm of each chunk's transition matrix. With
-    `REVERSE` the first chunks are counted instead. If the state does not decay to zero, the number is that of
-    all chunks.
+    `REVERSE` the first chunks are counted instead. If the state does not decay to zero, all chunks are
+    counted.
 
     `turns` is a range from 0: the chunks that are examined at a time.
     """
@@ -388,19 +378,9 @@ def chunks_that_count(log_norm, h, HV, begin, stop, ranges, REVERSE: tl.constexp
 
 @triton.jit
 def chunks_to_pass(
-    log_norm,
-    h,
-    HV,
-    segment,
-    SEGMENTS,
-    chunks,
-    begin,
-    stop,
-    ranges,
-    ENDS: tl.constexpr,
-    IDENTITY: tl.constexpr,
-    WARM_STARTS: tl.constexpr,
-):
+    log_norm, h, HV, segment, SEGMENTS, chunks, begin, stop, ranges, ENDS: tl.constexpr,
+    IDENTITY: tl.constexpr, WARM_STARTS: tl.constexpr,
+):  # fmt: skip
     """The chunks of a segment, from `begin` to `stop`, that the forward state passing covers.
 
     Also whether this program reaches the end of the row, and the number on the diagonal of the matrix at
@@ -450,14 +430,14 @@ def delta_state_passing_kernel(
     READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """State passing forwards in time: fills `o`, `r` and, from `initial`, what else is given in `passed`.
+    """State passing forwards in time: fills `o`, `r` and, from `initial`, the other states of `passed`, if given.
 
     One program passes the state through one segment of one sequence, or with `WARM_STARTS` through the segments
     that `chunks_of_program` returns; the `ends` of segments in which not all heads decay to zero are then
     meaningless. Without `initial` it starts at zero or, with `IDENTITY`, at the identity matrix. The state is
     a tuple with one tile for each `BK` keys.
     """
-    q, k, W, b, P, Y = factors
+    q_read, k_read, W, b, P, Y = factors
     sums, rest, total, log_norm = decays
     initial, states, ends, final = passed
     scale = in_float32(scale)
@@ -493,19 +473,9 @@ def delta_state_passing_kernel(
         first = start * HV + h
         # 1. The reads of the state by keys and queries, and e.
         read_by_k, read = _read_parts(
-            k + at_k,
-            None if o is None else q + at_k,
-            S,
-            None if states is None else states + rh * K * V,
-            size,
-            HK,
-            dv,
-            K,
-            V,
-            BK,
-            C,
-            DOT,
-        )
+            k_read + at_k, None if o is None else q_read + at_k, S,
+            None if states is None else states + rh * K * V, size, HK, dv, K, V, BK, C, DOT,
+        )  # fmt: skip
         if b is None:
             e = -read_by_k
         else:
@@ -578,11 +548,11 @@ def delta_backward_state_passing_kernel(
     READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """State passing backwards in time: fills `dv`, `du` and, from `d_final`, what else is given in `passed`.
+    """State passing backwards in time: fills `dv`, `du` and, from `d_final`, the others of `passed`, if given.
 
     `WARM_STARTS` is as in `delta_state_passing_kernel`.
     """
-    q, k, W, b, P, _ = factors
+    q_read, k_read, W, b, P, _ = factors
     sums, rest, total, log_norm = decays
     d_final, d_states, ends, d_initial = passed
     scale = in_float32(scale)
@@ -648,8 +618,8 @@ def delta_backward_state_passing_kernel(
                 dS_ *= of_chunk
             if total is not None:
                 dS_ *= tl.load(total + rh * K + dk, mask=dk < K, other=0.0)[None, :]
-            dS_ += dot(do_, load_tile(q + at_k, i, size, 0, dk, HK, K), DOT)
-            dS += (split_dot(dv_, load_tile(k + at_k, i, size, 0, dk, HK, K), DOT, dS_),)
+            dS_ += dot(do_, load_tile(q_read + at_k, i, size, 0, dk, HK, K), DOT)
+            dS += (split_dot(dv_, load_tile(k_read + at_k, i, size, 0, dk, HK, K), DOT, dS_),)
         P_ = tl.load(P + (row0 + tl.maximum(chunk - 1, 0)) * HV * C * C)
     if ends is not None:
         _store_parts(ends + at_end, dS, d2, K, V, BK)

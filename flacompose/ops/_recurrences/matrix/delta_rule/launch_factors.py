@@ -21,7 +21,7 @@ from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay
 
 
 class CallGates(NamedTuple):
-    """The gates of chunks, if there are any: sums of those of heads, and the others of channels."""
+    """The gates of chunks, if there are any: `sums` of gates of heads, the others of gates of channels."""
 
     sums: GateSums = GateSums()
     total: Tensor | None = None  # filled with the factors, like the marks
@@ -29,7 +29,7 @@ class CallGates(NamedTuple):
 
 
 def gates(x: CallOperands, g: Tensor | None) -> CallGates:
-    """The sums of gates of heads, and memory for those of gates of channels."""
+    """The sums of gates of heads, and memory for the decays by gates of channels."""
     tokens = x.tokens
     if x.gk is not None:
         marks = tokens.per_chunk(tokens.H, dtype=torch.int8)
@@ -60,8 +60,8 @@ def factors(x: CallOperands, plan: Plan, gates: CallGates, with_r: bool = False)
         arguments["log_norm"] = log_norm
     else:
         q_read, k_read = scratch(tokens, K), scratch(tokens, K)
-        arguments |= {"gk": x.gk, "q_read": q_read, "k_read": k_read, "total": gates.total}
-        arguments["mild"] = gates.factorisable_chunks
+        arguments |= {"gk": x.gk, "q_decayed": q_read, "k_decayed": k_read, "total": gates.total}
+        arguments["factorisable_chunks"] = gates.factorisable_chunks
     launch_steps(plan.factors, tokens.chunks * HV, tokens, H=x.q.shape[2], **arguments)
     factors = WYFactors(q_read, k_read, W, None, P, Y)
     decays = ChunkDecays(*gates.sums, gates.total, log_norm)

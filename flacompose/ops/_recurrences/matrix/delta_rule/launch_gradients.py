@@ -17,7 +17,7 @@ from flacompose.ops._recurrences.matrix.delta_rule.arguments import (
     StoredPairs,
     ValueVectors,
 )
-from flacompose.ops._recurrences.matrix.delta_rule.gradients import delta_add_heads_kernel
+from flacompose.ops._recurrences.matrix.delta_rule.head_gradients import delta_add_heads_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.launch_factors import CallGates
 from flacompose.ops._recurrences.matrix.delta_rule.launch_state_passing import (
     PassOperands,
@@ -41,12 +41,12 @@ def gradients(
 ) -> dict[str, Tensor]:
     """The gradients of queries and, with `d_states`, of keys, `a`, `beta` and wanted gates.
 
-    The table of `channel_kernels` says which kernel computes which chunks and tiles where gates are of channels.
+    The table of `channel_gradients` says which kernel computes which chunks and tiles where gates are of channels.
     """
     tokens, H, HV, tiles = x.tokens, x.q.shape[2], x.tokens.H, plan.gradients.tiles
     heads = H if plan.gradients.adds_heads else HV
     made = _memory(x, tiles, heads)
-    # Always allocated, so that the bits of other gradients do not depend on whether those of gates are wanted.
+    # Always allocated, so that the bits of other gradients do not depend on whether these are wanted.
     d_sums, d_total = _sums(x, gates.sums, tiles)
     if d_states is None:
         values, made = values._replace(dv=None), KeyGradients(made.dq, None, None, None)
@@ -65,7 +65,11 @@ def gradients(
         arguments |= {"gates": gates.sums, "d_sums": d_sums, "d_total": d_total, "READ_BEFORE": x.read_before}
     else:
         dgk = tokens.per_token(HV, tokens.K, dtype=x.gk.dtype) if wants_gates else None
-        arguments |= {"gk": x.gk, "dgk": dgk, "mild": tokens.per_chunk(HV, tiles, dtype=torch.int8)}
+        arguments |= {
+            "gk": x.gk,
+            "dgk": dgk,
+            "factorisable_tiles": tokens.per_chunk(HV, tiles, dtype=torch.int8),
+        }
         if plan.gradients.takes_marks:
             arguments["factorisable_chunks"] = gates.factorisable_chunks
     launch_steps(plan.gradients.steps, tokens.chunks * heads, tokens, H=H, **arguments)
@@ -87,8 +91,8 @@ def with_state_passing(
 ) -> tuple[KeyGradients, Tensor | None, Tensor | None]:
     """`backwards` of state passing and the gradients of queries, keys and `beta` in one kernel.
 
-    Returns the gradients for each head of values, and those of sums of gates. It overwrites `r` with dv, and W
-    with the gradient of queries: a program has read both of a chunk when it stores their successors.
+    Returns gradients for each head of values, and `d_sums` and `d_total` of gates. It overwrites `r` with dv, and
+    W with the gradient of queries: a program has read both of a chunk when it stores their successors.
     """
     tokens, K, sums = x.tokens, x.tokens.K, passing.decays.sums
     d_final = starts_of_gradients(passing, do, d_final)

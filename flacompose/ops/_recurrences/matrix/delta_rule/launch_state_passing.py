@@ -40,7 +40,7 @@ class PassOperands:
     factors: WYFactors
     decays: ChunkDecays
     beta: Tensor | None = None  # if Y are the inverses that stand for W and P
-    read_before: bool = False  # whether `k` reads a state before the gate of a head decays it
+    read_before: bool = False  # whether `k_read` reads a state before the gate of a head decays it
     transitions: Tensor | None = None  # filled by the first pass that needs them
 
 
@@ -106,7 +106,7 @@ def transition(x: PassOperands) -> tuple[Tensor, Tensor]:
 
 
 def place_of_dv(x: PassOperands, alone: bool) -> Tensor:
-    """Memory for the gradients of values: that of W if possible, and if `backwards` is launched `alone`."""
+    """Memory for the gradients of values: W, if it is free and `backwards` is launched `alone`."""
     if alone and x.plan.overwrites_W:
         return cast(Tensor, x.factors.W)
     return x.tokens.per_token(x.tokens.H, x.tokens.V, dtype=x.tokens.dtype)
@@ -184,7 +184,7 @@ def _launch(
     plan, decays = x.plan, x.decays
     if not plan.has_warm_starts and passed.ends is None:
         decays = decays._replace(log_norm=None)
-    sizes = {"HK": factors.q.shape[-2], "SEGMENTS": plan.segments, "WARM_STARTS": plan.has_warm_starts}
+    sizes = {"HK": factors.q_read.shape[-2], "SEGMENTS": plan.segments, "WARM_STARTS": plan.has_warm_starts}
     segments = plan.segments * x.tokens.N * x.tokens.H
     launch_steps((step,), segments, x.tokens, factors=factors, decays=decays, passed=passed, **sizes, **more)
 

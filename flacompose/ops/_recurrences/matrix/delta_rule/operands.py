@@ -35,7 +35,7 @@ class CallOperands(NamedTuple):
 
     @property
     def reads_by_key(self) -> bool:
-        """Whether the error is that of the gated delta rule: read by the key, after the decay."""
+        """Whether keys read the state, after its decay, as in the gated delta rule."""
         return self.a is None and not self.read_before
 
 
@@ -72,9 +72,9 @@ class Step(NamedTuple):
 def launch_steps(steps: tuple[Step, ...], groups: int, tokens: MatrixSequences, **arguments: Any) -> None:
     """Launch the kernels of `steps` with programs for each of the `groups`: chunks or segments, times heads.
 
-    A kernel takes those of the `arguments` and of the sizes of `tokens` that it has parameters for. It raises a
-    TypeError if an argument is absent, or if no kernel takes it. Kernels are imported here: Gluon's need a
-    Triton that others do not.
+    A kernel takes the `arguments` and the sizes of `tokens` that it has parameters for. A TypeError is raised if
+    an argument is absent, or if no kernel takes it. Kernels are imported here, because kernels in Gluon need a
+    newer Triton.
     """
     kernels = [getattr(import_module(f"{__package__}.{step.file}"), step.kernel) for step in steps]
     if unknown := arguments.keys() - {name for kernel in kernels for name in kernel.arg_names}:

@@ -10,7 +10,7 @@ WY factors, then state passing ("read by `k`" is: without `a` and `read_before`)
     heads or none  otherwise                                  delta_factor_kernel             kernels.py
     channels       Hopper, K 64 or 128, gates factorisable    hopper_channel_factor_kernel    hopper/channel_factors.py
                    about the middles of blocks
-    channels       otherwise                                  delta_channel_factor_kernel     channel_kernels.py
+    channels       otherwise                                  delta_channel_factor_kernel     channel_factors.py
     any            long rows: state before each segment       delta_join_kernel               kernels.py
     any            state passing, but in the first line       delta_state_passing_kernel      kernels.py
 
@@ -21,8 +21,8 @@ Backward, `delta_state_passing_kernel` or `delta_both_directions_kernel` for the
     heads or none  Hopper, at most 4 heads share keys         hopper_head_gradient_kernel     hopper/head_gradients.py
     heads or none  K > 128 (float32: > 32)                    delta_stored_product_kernel,    stored_products.py
                                                               delta_stored_product_gradient_kernel
-    heads or none  otherwise                                  delta_head_gradient_kernel      gradients.py
-    channels       see the table of `channel_kernels`
+    heads or none  otherwise                                  delta_head_gradient_kernel      head_gradients.py
+    channels       see the table of `channel_gradients`
 
 The gradient of gates of heads follows from the gradients of their sums: `head_gate_gradient_kernel`. Hopper's
 kernels take bfloat16 that is aligned, and are in no graph: see `_launch/hopper`.
@@ -69,7 +69,7 @@ class Passing(NamedTuple):
     overwrites_W: bool  # whether the gradients of values may, if `backwards` is launched
 
 
-class Gradients(NamedTuple):
+class GradientPlan(NamedTuple):
     """The launches of the gradients of each chunk: of queries, keys, `a`, `beta` and gates."""
 
     steps: tuple[Step, ...] = ()
@@ -92,7 +92,7 @@ class Plan(NamedTuple):
     takes_inverses: bool  # whether state passing takes the inverses of chunks in place of W and P
     passing: Passing
     takes_log_norms: bool  # whether passes leave out chunks in which the state decays to zero
-    gradients: Gradients  # none but in the backward
+    gradients: GradientPlan  # none but in the backward
 
 
 def chunk_size(q: Tensor, of_channels: bool) -> int:
@@ -111,7 +111,7 @@ def plan_of(x: CallOperands, form: str, do: Tensor | None = None, with_keys: boo
         warm_starts = warm_start_count(x.tokens.chunks_of_row, x.tokens.N * x.tokens.H * tiles)
     passing = state_passing(x.tokens, warm_starts, takes_inverses)
     takes_log_norms = decays and (passing.is_split or passing.has_warm_starts)
-    gradients = Gradients()
+    gradients = GradientPlan()
     if do is not None:
         of_heads = x.gk is None
         gradients = _head_gradients(x, do, passing, with_keys) if of_heads else _channel_gradients(x, do)
@@ -133,12 +133,15 @@ def _factors(x: CallOperands, forward: bool) -> tuple[tuple[Step, ...], bool]:
     # Chunks with factorisable gates are computed and marked first, the others by the second launch. Wider tiles
     # of gates that are not factorisable spill three times as many registers.
     config = channel_factor_config(chip, bfloat16, K)
-    others = partial(Step, "channel_kernels", "delta_channel_factor_kernel")
-    narrow = config | {"BK": min(config["BK"], 64), "MILD": False}
+    others = partial(Step, "channel_factors", "delta_channel_factor_kernel")
+    narrow = config | {"BK": min(config["BK"], 64), "FACTORISABLE": False}
     if takes(x.read_by, K):
         first = Step("hopper.channel_factors", "hopper_channel_factor_kernel", {"num_warps": 4})
         return (first, others(narrow | {"IN_BLOCKS": False})), False
-    return (others(config | {"MILD": True, "IN_BLOCKS": True}), others(narrow | {"IN_BLOCKS": True})), False
+    return (
+        others(config | {"FACTORISABLE": True, "IN_BLOCKS": True}),
+        others(narrow | {"IN_BLOCKS": True}),
+    ), False
 
 
 def state_passing(
@@ -187,18 +190,18 @@ def state_passing(
     )
 
 
-def _head_gradients(x: CallOperands, do: Tensor, passing: Passing, with_keys: bool) -> Gradients:
+def _head_gradients(x: CallOperands, do: Tensor, passing: Passing, with_keys: bool) -> GradientPlan:
     tokens, (H, K), C = x.tokens, x.q.shape[2:], x.tokens.C
     takes = partial(hopper.takes, tokens.chip, (*x.read_by, do))
     if with_keys and _passes_states(x, passing) and takes(K):
         step = Step("hopper.backward", "hopper_backward_kernel", {"num_warps": K // 16})
-        return Gradients((step,), passes_states=True)
+        return GradientPlan((step,), passes_states=True)
     if with_keys and tokens.H // H <= LARGEST_GROUP and takes(K, tokens.V):
         # Heads of values that share keys are processed one after the other: each adds to the stored sum of
-        # those before.
+        # the heads before.
         configs = ({"BK": 64, "num_warps": 4, "of_group": i, "ADDS": i > 0} for i in range(tokens.H // H))
         step = Step("hopper.head_gradients", "hopper_head_gradient_kernel", {}, tile_count(K, 64))
-        return Gradients(tuple(step._replace(config=x) for x in configs), adds_heads=True)
+        return GradientPlan(tuple(step._replace(config=x) for x in configs), adds_heads=True)
     if stores_products(tokens.bfloat16, K):
         config = stored_product_gradient_config(tokens.bfloat16)
         tiles = tile_count(K, config["BK"])
@@ -206,9 +209,11 @@ def _head_gradients(x: CallOperands, do: Tensor, passing: Passing, with_keys: bo
             Step("stored_products", "delta_stored_product_kernel", product_gradient_config(tokens.bfloat16)),
             Step("stored_products", "delta_stored_product_gradient_kernel", config, tiles),
         )
-        return Gradients(steps, ((2, 2 if tokens.bfloat16 else 1, C, C), tokens.dtype))
+        return GradientPlan(steps, ((2, 2 if tokens.bfloat16 else 1, C, C), tokens.dtype))
     config = gradient_config(tokens.bfloat16, tokens.V)
-    return Gradients((Step("gradients", "delta_head_gradient_kernel", config, tile_count(K, config["BK"])),))
+    return GradientPlan(
+        (Step("head_gradients", "delta_head_gradient_kernel", config, tile_count(K, config["BK"])),)
+    )
 
 
 def _passes_states(x: CallOperands, passing: Passing) -> bool:
@@ -216,8 +221,8 @@ def _passes_states(x: CallOperands, passing: Passing) -> bool:
 
     Each of its programs processes a whole segment, so it is faster only if hardly any multiprocessor is
     idle at the end. Packed sequences may have any lengths, so this is unknown for them. Where heads share
-    keys it takes less memory than the two kernels, and at times a few per cent longer. All results equal
-    those of the two kernels to the bit, so the choice may depend on the batch size.
+    keys it takes less memory than the two kernels, and at times a few per cent longer. Both ways give the same
+    bits, so the choice may depend on the batch size.
     """
     tokens, (H, K) = x.tokens, x.q.shape[2:]
     programs = tokens.N * tokens.H * passing.segments
@@ -228,23 +233,27 @@ def _passes_states(x: CallOperands, passing: Passing) -> bool:
     return programs >= 0.9 * AT_ONCE[K] * tile_count(programs, AT_ONCE[K])
 
 
-def _channel_gradients(x: CallOperands, do: Tensor) -> Gradients:
+def _channel_gradients(x: CallOperands, do: Tensor) -> GradientPlan:
     tokens, stored = x.tokens, ((2, x.tokens.C, x.tokens.C), torch.float32)
     config = channel_gradient_config(tokens.chip, tokens.bfloat16)
     tiles = tile_count(tokens.K, config["BK"])
-    others = partial(Step, "channel_kernels", "delta_channel_gradient_kernel", programs=tiles)
+    others = partial(Step, "channel_gradients", "delta_channel_gradient_kernel", programs=tiles)
     if hopper.takes(tokens.chip, (*x.read_by, do), tokens.K, tokens.V):
         in_gluon = {"BK": config["BK"], "num_warps": 4}
         steps = (
             Step("hopper.channel_gradients", "hopper_channel_gradient_kernel", in_gluon, tiles),
             Step("hopper.channel_block_gradients", "hopper_channel_block_gradient_kernel", in_gluon, tiles),
-            others(config=config | {"MILD": False}),
+            others(config=config | {"FACTORISABLE": False}),
         )
-        return Gradients(steps, stored, takes_marks=True)
+        return GradientPlan(steps, stored, takes_marks=True)
     of_products = product_gradient_config(tokens.bfloat16)
-    products = Step("channel_kernels", "delta_channel_product_gradient_kernel", of_products)
-    steps = products, others(config=config | {"MILD": True}), others(config=config | {"MILD": False})
-    return Gradients(steps, stored)
+    products = Step("channel_gradients", "delta_channel_product_gradient_kernel", of_products)
+    steps = (
+        products,
+        others(config=config | {"FACTORISABLE": True}),
+        others(config=config | {"FACTORISABLE": False}),
+    )
+    return GradientPlan(steps, stored)
 
 
 def warm_start_count(chunks: int, programs: int) -> int:

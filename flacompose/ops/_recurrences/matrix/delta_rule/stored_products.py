@@ -1,6 +1,6 @@
-"""Triton kernels of the gradients of `gradients` for a key axis of many tiles, from stored pairs.
+"""Triton kernels of the gradients of `head_gradients` for a key axis of many tiles, from stored pairs.
 
-The kernel of `gradients` computes the gradients of a chunk's pairs of tokens again for each tile of the key
+The kernel of `head_gradients` computes the gradients of a chunk's pairs of tokens again for each tile of the key
 axis, although they do not depend on the tile. Here one kernel stores them, and another computes the gradients
 of queries, keys, `beta` and gates of heads from them.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flacompose.ops._recurrences.matrix.delta_rule.gradients import load_before, of_next
+from flacompose.ops._recurrences.matrix.delta_rule.head_gradients import load_before, of_next
 from flacompose.ops._recurrences.matrix.delta_rule.kernels import at_chunk, at_head
 from flacompose.ops._recurrences.matrix.gates_of_heads import (
     BEGINNING,
@@ -126,7 +126,7 @@ def _dot_with_stored(at, parts, acc, TRANSPOSED: tl.constexpr, DOT: tl.constexpr
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def delta_stored_product_gradient_kernel(
-    # The parameters of `delta_head_gradient_kernel` of `gradients`, and the stored gradients of pairs.
+    # The parameters of `delta_head_gradient_kernel` of `head_gradients`, and the stored gradients of pairs.
     vectors,  # `KeyVectors`
     gates,  # `GateSums`
     values,  # `ValueVectors`

@@ -40,7 +40,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flacompose.ops._recurrences.matrix.delta_rule.channel_kernels import by_levels
+from flacompose.ops._recurrences.matrix.delta_rule.channel_gradients import by_levels
 from flacompose.ops._recurrences.matrix.gates_of_channels import (
     C,
     from_middle,

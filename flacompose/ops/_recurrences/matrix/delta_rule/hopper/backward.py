@@ -1,8 +1,8 @@
 """State passing backwards in time and the gradients of each chunk in one kernel, for Hopper, in Gluon.
 
-For each chunk it computes the results of `delta_backward_state_passing_kernel` of `kernels` and then those of
-`delta_head_gradient_kernel` of `hopper/head_gradients`, with the same roundings. So the gradients of states
-are never stored, and operands of both are read once.
+For each chunk it does the work of `delta_backward_state_passing_kernel` of `kernels` and then of
+`hopper_head_gradient_kernel` of `hopper/head_gradients`, with the same roundings. So the gradients of states are
+never stored, and operands of both are read once.
 
 Heads of 128 have two groups of four warps: each has half of the values of the state's gradient, and half of
 the channels of the gradients of queries and keys. No register is free, and spilled registers are in the L2
@@ -10,7 +10,7 @@ cache, since shared memory of 217 KiB leaves next to no first-level cache. So op
 shared memory wherever possible, the next chunk is copied as soon as there is room, and no address is kept
 from one chunk to the next.
 
-`dq` may be the memory of `W`, and `dv` that of `r`: all threads have waited for the copies of a chunk's `W`
+`dq` may be the memory of `W`, and `dv` the memory of `r`: all threads have waited for the copies of a chunk's `W`
 and `r` before any of them stores its gradients, and no other program reads them.
 """
 

@@ -18,7 +18,7 @@ from flacompose.ops._recurrences.matrix import gates_of_channels
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_gradients import store_gradients_of_keys
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.gates import (
     BLOCKS,
-    FACTORISABLE,
+    FACTORISABLE_IN_CHUNK,
     TABLE,
     decayed,
     from_block_middle,
@@ -38,7 +38,7 @@ from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import (
     products,
 )
 from flacompose.ops._recurrences.matrix.gates_of_channels import BLOCK, C
-from flacompose.ops._recurrences.matrix.gates_of_channels import FACTORISABLE_BOUND as MILD_BOUND
+from flacompose.ops._recurrences.matrix.gates_of_channels import FACTORISABLE_BOUND
 from flacompose.ops._tiles.hopper import (
     arrived,
     barrier,
@@ -84,7 +84,7 @@ def _store_roots(roots_s, halves_s):
     """The root of the decay of each kind and block, in ``roots_s [32, D]``, for `decayed`.
 
     Gradients are accumulated for vectors that gates have decayed from or to their block's middle, so they are
-    up to exp(45) times larger or smaller than those of the inputs. Float32 loses bits of numbers below
+    up to exp(45) times larger or smaller than gradients of the inputs. Float32 loses bits of numbers below
     exp(-87). So of vectors and gradients of size 1, it may not hold the gradients of pairs of tokens that
     gates weaken to less than exp(-42). That shows only in a tensor whose gradients are all as weak.
     """
@@ -192,7 +192,7 @@ def _through_pairs(pairs, roots_s, x_s, writer_s, read, written, sums_s, GATES: 
 
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def hopper_channel_block_gradient_kernel(
-    # The parameters of `delta_channel_gradient_kernel` in `channel_kernels`, with the same meanings, and
+    # The parameters of `delta_channel_gradient_kernel` in `channel_gradients`, with the same meanings, and
     # `factorisable_chunks`. As there, one kernel computes all gradients.
     vectors,  # `KeyVectors`
     gk,  # [tokens, HV, K]
@@ -202,8 +202,8 @@ def hopper_channel_block_gradient_kernel(
     d_states,  # [chunks, HV, K, V], after it
     made,  # `KeyGradients`
     dgk,  # [tokens, HV, K]
-    factorisable_chunks,  # [chunks, HV]; `hopper/channel_gradients` computes the chunks that are `FACTORISABLE`
-    mild,  # [chunks, HV, tiles of K], whether `hopper/channel_gradients` or this kernel computes the tile
+    factorisable_chunks,  # [chunks, HV]; `hopper/channel_gradients` computes `FACTORISABLE_IN_CHUNK`
+    factorisable_tiles,  # [chunks, HV, tiles of K], whether `hopper/channel_gradients` or this kernel computes the tile
     cu_seqlens,
     T,
     N,
@@ -229,9 +229,9 @@ def hopper_channel_block_gradient_kernel(
         return
     size = gl.minimum(hi - lo, C).to(gl.int32)
     rh = row * HV + h
-    mild += rh * tiles + tile
-    if gl.load(factorisable_chunks + rh) == FACTORISABLE:
-        gl.store(mild, 1)
+    factorisable_tiles += rh * tiles + tile
+    if gl.load(factorisable_chunks + rh) == FACTORISABLE_IN_CHUNK:
+        gl.store(factorisable_tiles, 1)
         return
     first = lo * HV + h
     of_gates = first * K + tile * BK
@@ -280,8 +280,8 @@ def hopper_channel_block_gradient_kernel(
     make_visible()
     middle = selected(from_block_middle(t[:, None], s), writer_s, zeros, PARTS)
     largest = gl.maximum(gl.max(gl.max(gl.abs(middle), 1), 0), largest)
-    is_factorisable = largest < MILD_BOUND
-    gl.store(mild, is_factorisable.to(gl.int8))
+    is_factorisable = largest < FACTORISABLE_BOUND
+    gl.store(factorisable_tiles, is_factorisable.to(gl.int8))
     arrived(0)
     if not is_factorisable:
         at = pairs + rh * 2 * C * C + t[:, None] * C + s

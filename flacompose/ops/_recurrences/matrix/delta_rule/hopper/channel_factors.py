@@ -2,9 +2,9 @@
 
 The kernel computes the chunks whose gates are factorisable in blocks of 16 tokens, as all gates from -5 to 0
 are. The product of a writing key and its reader is decayed by all gates between them. The reader, in shared
-memory, contains the gates from the middle of its own block. The key, in registers, contains the others: those
-up to its own block's middle, and those from there to the middle of the reader's block, which differ for each
-block of readers.
+memory, contains the gates from the middle of its own block. The key, in registers, contains the gates up to its
+own block's middle, and the gates from there to the middle of the reader's block, which differ for each block of
+readers.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.gates import (
     BLOCKS,
-    FACTORISABLE,
     FACTORISABLE_IN_BLOCKS,
+    FACTORISABLE_IN_CHUNK,
     TABLE,
     decayed,
     from_block_middle,
@@ -39,7 +39,7 @@ from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import (
     rows,
 )
 from flacompose.ops._recurrences.matrix.gates_of_channels import BLOCK, C
-from flacompose.ops._recurrences.matrix.gates_of_channels import FACTORISABLE_BOUND as MILD_BOUND
+from flacompose.ops._recurrences.matrix.gates_of_channels import FACTORISABLE_BOUND
 from flacompose.ops._tiles import blocks
 from flacompose.ops._tiles.hopper import (
     arrived,
@@ -148,16 +148,16 @@ def _all_pairs(writer, tables_s, readers_s):
 
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def hopper_channel_factor_kernel(
-    # The parameters of `delta_channel_factor_kernel` in `channel_kernels`, with the same meanings except `mild`.
+    # The parameters of `delta_channel_factor_kernel`, with the same meanings except `factorisable_chunks`.
     vectors,  # `KeyVectors`
     gk,  # [tokens, HV, K]
     W,  # [tokens, HV, K]
     P,  # [chunks, HV, C, C], transposed
     Y,  # [chunks, HV, C, C], transposed, in float32
-    q_read,  # [tokens, HV, K]
-    k_read,  # [tokens, HV, K]
+    q_decayed,  # [tokens, HV, K]
+    k_decayed,  # [tokens, HV, K]
     total,  # [chunks, HV, K]
-    mild,  # [chunks, HV]: `FACTORISABLE`, `FACTORISABLE_IN_BLOCKS`, or 0 for a chunk that is left to Triton's kernel
+    factorisable_chunks,  # [chunks, HV]: `FACTORISABLE_IN_CHUNK`, `FACTORISABLE_IN_BLOCKS`, or 0 for Triton's kernel
     cu_seqlens,
     T,
     N,
@@ -166,9 +166,9 @@ def hopper_channel_factor_kernel(
     HV,
     K: gl.constexpr,
 ):
-    """Fills `W`, `P`, `q_read`, `k_read`, `total` and `Y`, if given, of chunks factorisable in blocks.
+    """Fills `W`, `P`, `q_decayed`, `k_decayed`, `total` and `Y`, if given, of chunks factorisable in blocks.
 
-    It marks each chunk in `mild`, and leaves those that are not factorisable in blocks to Triton's kernel.
+    It marks each chunk in `factorisable_chunks`, and leaves the others to Triton's kernel.
     """
     q, k, a, beta = vectors
     of_group, row, hk, lo, hi = tile_of_program(HV // H, T, N, H, cu_seqlens, C)
@@ -203,9 +203,9 @@ def hopper_channel_factor_kernel(
     store_parts(readers_s, g.to(gl.float32), PARTS)
     make_visible()
     middle = selected(from_block_middle(s, t), readers_s, gl.zeros([C, K], gl.float32, L), PARTS)
-    is_factorisable = gl.max(gl.max(gl.abs(middle), 1), 0) < MILD_BOUND
+    is_factorisable = gl.max(gl.max(gl.abs(middle), 1), 0) < FACTORISABLE_BOUND
     if not is_factorisable:
-        gl.store(mild + rh, 0)
+        gl.store(factorisable_chunks + rh, 0)
         arrived(0)
         return
     halves_s = reinterpret(readers_s.index(2), gl.float32, [C // (4 * BLOCKS), 2 * BLOCKS, K], TABLE).index(0)
@@ -222,19 +222,18 @@ def hopper_channel_factor_kernel(
     gl.store(total + rh * K + d, row_of(tables_s.index(OF_CHUNK), 0, ROW))
     of_gate = size_of_gate(gl.max(gl.max(gl.abs(g), 1), 0), gl.bfloat16)
     of_sums = gl.max(gl.max(gl.max(gl.abs(_from_chunk_middle(middle, tables_s)), 2), 1), 0)
-    gl.store(
-        mild + rh,
-        gl.where(gl.maximum(of_gate, of_sums) < MILD_BOUND, FACTORISABLE, FACTORISABLE_IN_BLOCKS).to(gl.int8),
-    )
+    mark = factorisable_chunks + rh
+    in_chunk = gl.maximum(of_gate, of_sums) < FACTORISABLE_BOUND
+    gl.store(mark, gl.where(in_chunk, FACTORISABLE_IN_CHUNK, FACTORISABLE_IN_BLOCKS).to(gl.int8))
 
     # 2. The readers, decayed from their block's middle and from the chunk's start; and the writers, up to
     # their block's middle.
     arrived(0)
     # A loop, because all instructions of this kernel have to fit in the instruction cache.
     for reader in range(2):
-        to = q_read
+        to = q_decayed
         if reader == 1:
-            to = k_read
+            to = k_decayed
         x_s = q_s
         if a is None:
             x_s = qk_s.index(reader)

@@ -1,6 +1,6 @@
 """Gradients of chunks with factorisable gates of channels on Hopper, in Gluon: bfloat16, heads of 64 and 128.
 
-The kernel computes the chunks that `hopper_channel_factor_kernel` has marked as `FACTORISABLE`, including the
+The kernel computes the chunks that `hopper_channel_factor_kernel` has marked as `FACTORISABLE_IN_CHUNK`, including the
 gradients of pairs. `hopper/channel_block_gradients` computes the other chunks. A product of two float32
 factors is one of bfloat16 parts, because a product in TF32 requires the contracted axis to be the last of
 both operands in shared memory."""
@@ -13,7 +13,11 @@ from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_g
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from flacompose.ops._recurrences.matrix import gates_of_channels
-from flacompose.ops._recurrences.matrix.delta_rule.hopper.gates import FACTORISABLE, left_by, load_gates
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.gates import (
+    FACTORISABLE_IN_CHUNK,
+    left_by,
+    load_gates,
+)
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import products
 from flacompose.ops._tiles.hopper import (
     arrived,
@@ -126,7 +130,7 @@ def store_gradients_of_keys(written, d_reader, k_s, beta_t, dbeta, dk, da, first
 
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def hopper_channel_gradient_kernel(
-    # The parameters of `delta_channel_gradient_kernel` in `channel_kernels`, with the same meanings, and
+    # The parameters of `delta_channel_gradient_kernel` in `channel_gradients`, with the same meanings, and
     # `factorisable_chunks`.
     vectors,  # `KeyVectors`
     gk,  # [tokens, HV, K]
@@ -157,7 +161,7 @@ def hopper_channel_gradient_kernel(
     if lo >= hi:
         return
     rh = row * HV + h
-    if gl.load(factorisable_chunks + rh) != FACTORISABLE:
+    if gl.load(factorisable_chunks + rh) != FACTORISABLE_IN_CHUNK:
         return
     size = gl.minimum(hi - lo, C).to(gl.int32)
     first = lo * HV + h

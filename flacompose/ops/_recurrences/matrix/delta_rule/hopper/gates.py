@@ -18,7 +18,7 @@ size_of_gate = gluon.jit(gates_of_channels.size_of_gate.fn)
 
 # The marks of chunks that `hopper_channel_factor_kernel` of `hopper/channel_factors` writes: gates are factorisable
 # about the chunk's middle, or only about the middles of blocks. 0 leaves a chunk to Triton's kernel.
-FACTORISABLE = gl.constexpr(1)
+FACTORISABLE_IN_CHUNK = gl.constexpr(1)
 FACTORISABLE_IN_BLOCKS = gl.constexpr(2)
 
 BLOCKS = gl.constexpr(C.value // BLOCK.value)  # of a chunk

@@ -1,4 +1,4 @@
-"""The gradients of `gradients` on Hopper, in Gluon: bfloat16, heads of 64 and 128 keys and values."""
+"""The gradients of `head_gradients` on Hopper, in Gluon: bfloat16, heads of 64 and 128 keys and values."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _decayed(pairs, sums, scale, BEFORE: gl.constexpr):
 
 @gluon.jit
 def _of_next(x, L: gl.constexpr):
-    """`of_next` of `gradients`."""
+    """`of_next` of `head_gradients`."""
     t = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))
     s = gl.arange(0, x.shape[0], gl.SliceLayout(0, L))
     x = gl.convert_layout(x, gl.SliceLayout(0, L))
@@ -71,7 +71,7 @@ def _through_pairs(pairs, beta, pairs_s, reader_s, k_s, read, written):
 
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "of_group", "scale"])
 def hopper_head_gradient_kernel(
-    # The parameters of `delta_head_gradient_kernel` in `gradients`, with the same meanings.
+    # The parameters of `delta_head_gradient_kernel` in `head_gradients`, with the same meanings.
     vectors,  # `KeyVectors`
     gates,  # `GateSums`, without `rest`
     values,  # `ValueVectors`
@@ -96,8 +96,8 @@ def hopper_head_gradient_kernel(
 ):
     """The gradients of queries, keys, `beta` and sums of gates, for a chunk, a tile and a head of keys.
 
-    A launch processes one of the heads of values that share these keys, the one of number `of_group`. With
-    `ADDS` its gradients of queries, keys and `a` are added to those of the heads before it.
+    A launch processes the head of number `of_group` among the heads of values that share these keys. With `ADDS`
+    its gradients of queries, keys and `a` are added to the stored sums of the heads before it.
     """
     q, k, a, beta = vectors
     sums = gates.sums

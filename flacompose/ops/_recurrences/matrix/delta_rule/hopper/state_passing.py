@@ -161,9 +161,9 @@ def _multiply(x, y, smaller, acc, USE_ACC: gl.constexpr = True):
 @gluon.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
 def hopper_state_passing_kernel(
     # The parameters of `delta_state_passing_kernel` in `kernels`, with the same meanings, except Y and `beta`.
-    factors,  # `WYFactors`: q, k, and Y from `hopper_inverse_kernel`
+    factors,  # `WYFactors`: `q_read`, `k_read`, and Y from `hopper_inverse_kernel`
     decays,  # `ChunkDecays`: sums and log_norm
-    passed,  # `PassedStates`, without those before chunks
+    passed,  # `PassedStates`, without `states`
     v,  # [tokens, HV, V]; v_token elements, a multiple of 8, separate its tokens
     beta,  # [tokens, HV]
     o,  # [tokens, HV, V]
@@ -182,7 +182,7 @@ def hopper_state_passing_kernel(
     WARM_STARTS: gl.constexpr,
 ):
     """State passing forwards in time: fills `o` and, from `initial`, `ends` and `final`, if given."""
-    q, k, _, _, _, Y = factors
+    q_read, k_read, _, _, _, Y = factors
     sums, _, _, log_norm = decays
     initial, _, ends, final = passed
     WARPS: gl.constexpr = gl.num_warps()
@@ -255,7 +255,7 @@ def hopper_state_passing_kernel(
     no_pairs = gl.zeros([C, C], gl.float32, PAIRS)
     begin, stop, tokens = begin.to(gl.int32), stop.to(gl.int32), (hi - lo).to(gl.int32)
     of_head = h * V
-    k += (lo * HK + hk) * K
+    k_read += (lo * HK + hk) * K
     beta += lo * HV + h
     Y += (row0 * HV + h) * C * C
     if sums is not None:
@@ -263,15 +263,15 @@ def hopper_state_passing_kernel(
     if v is not None:
         v += lo * v_token + of_head
     if o is not None:
-        q += (lo * HK + hk) * K
+        q_read += (lo * HK + hk) * K
         o += lo * HV * V + of_head
     of_chunk, of_next = 1.0, 1.0
     for i in gl.static_range(3):
         chunk = begin + i
         size = _size_of(chunk, tokens, stop, C)
-        _copy_rows(k_s.index(chunk % K_STAGES), k, chunk, HK * K, size)
+        _copy_rows(k_s.index(chunk % K_STAGES), k_read, chunk, HK * K, size)
         if o is not None:
-            _copy_rows(q_s.index(chunk % Q_STAGES), q, chunk, HK * K, size)
+            _copy_rows(q_s.index(chunk % Q_STAGES), q_read, chunk, HK * K, size)
         if i < 2:
             if v is not None:
                 _copy_rows(v_s.index(chunk % V_STAGES), v, chunk, v_token, size)
@@ -343,9 +343,9 @@ def hopper_state_passing_kernel(
         if v is not None:
             _copy_rows(v_s.index(this), v, chunk + 2, v_token, size)
         size = _size_of(chunk + 3, tokens, stop, C)
-        _copy_rows(k_s.index((chunk + 3) % K_STAGES), k, chunk + 3, HK * K, size)
+        _copy_rows(k_s.index((chunk + 3) % K_STAGES), k_read, chunk + 3, HK * K, size)
         if o is not None:
-            _copy_rows(q_s.index(chunk % Q_STAGES), q, chunk + 3, HK * K, size)
+            _copy_rows(q_s.index(chunk % Q_STAGES), q_read, chunk + 3, HK * K, size)
         commit_group()
         S = warpgroup_mma_wait(0, [S])
     if o is not None:

@@ -3,7 +3,7 @@
 With the names of `kernels`, S being the state before a chunk and dS the gradient of the state after it,
 without gates:
 
-    d(q . k) = scale * do r^T     d(k . k) = -dv r^T     the pairs of tokens that read with those that write
+    d(q . k) = scale * do r^T     d(k . k) = -dv r^T     the pairs of reading and writing tokens
     dq = d(q . k) diag(beta) k + scale * do S^T
     dk = d(k . k) diag(beta) k - dv S^T + diag(beta) (d(q . k)^T q + d(k . k)^T k + r dS^T)
 

@@ -1,7 +1,6 @@
-"""Triton kernels of the delta rule with a gate per channel: the WY factors of each chunk, and the gradients.
+"""Triton kernels of the delta rule's gradients with a gate for each channel.
 
-With such gates, `delta_channel_factor_kernel` computes the WY factors for the state passing of `kernels`. Which
-kernel computes the gradients of queries, keys, `a`, beta and gates depends on the strength of gates, for one gate
+Which kernel computes the gradients of queries, keys, `a`, beta and gates depends on the strength of gates, for one gate
 everywhere as in the first column:
 
     gates         condition in bfloat16        kernel                                file
@@ -9,14 +8,13 @@ everywhere as in the first column:
                   each gate is above -8
     -1.4 to -5.6  8 tokens sum to above -45,   hopper_channel_block_gradient_kernel  hopper/channel_block_gradients.py
                   each gate is above -8
-    below -5.6    otherwise                    delta_channel_gradient_kernel         channel_kernels.py
-    any           on all other chips           delta_channel_gradient_kernel         channel_kernels.py
+    below -5.6    otherwise                    delta_channel_gradient_kernel         channel_gradients.py
+    any           on all other chips           delta_channel_gradient_kernel         channel_gradients.py
 
 `hopper_channel_factor_kernel` tests the first condition for each chunk and writes `factorisable_chunks`.
-`hopper_channel_block_gradient_kernel` tests the second for each tile of channels and writes `mild`.
+`hopper_channel_block_gradient_kernel` tests the second for each tile of channels and writes `factorisable_tiles`.
 All three are launched, and each returns at once for chunks that are not its own. KDA's gates, if they are bounded
-by -5, never need the last one. The WY factors of a chunk are computed by `hopper_channel_factor_kernel` if 8 tokens
-sum to above -45, otherwise by `delta_channel_factor_kernel`.
+by -5, never need the last one.
 
 The state has two reads per token: by the key, or by `a` where it is given, before the token writes and with
 the gradient ``-dv``; and by the query, with the gradient ``do``. The key writes ``u = beta r``. `S` is the
@@ -46,15 +44,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flacompose.ops._recurrences.matrix.delta_rule.kernels import at_head, solve
+from flacompose.ops._recurrences.matrix.delta_rule.kernels import at_head
 from flacompose.ops._recurrences.matrix.gates_of_channels import (
-    BLOCK_LEVELS,
     LEVELS,
     C,
-    from_block_middle,
     from_middle,
     in_local_sum,
-    in_same_block,
     load_gates,
     middle_sums,
     rounded_dot,
@@ -65,17 +60,12 @@ from flacompose.ops._recurrences.matrix.gates_of_channels import (
     tf32_rounded,
 )
 from flacompose.ops._recurrences.matrix.gates_of_channels import (
-    FACTORISABLE_BOUND as MILD_BOUND,
+    FACTORISABLE_BOUND,
 )
 from flacompose.ops._tiles.blocks import (
-    bounded,
     chunk_of_program,
     dot,
-    dot_in_parts,
-    dot_of_parts,
-    fine_dot,
     in_float32,
-    in_parts,
     load_numbers,
     load_state,
     load_tile,
@@ -84,220 +74,6 @@ from flacompose.ops._tiles.blocks import (
     store_tile,
     tile_of_program,
 )
-
-
-@triton.jit
-def _factorisable_sums(gk, i, size, d, HV, K: tl.constexpr, DOT: tl.constexpr):
-    """The gates of channels `d`, their sums from a chunk's middle, and the size that must be bounded."""
-    # Kept in float32 as well: rounding a number and widening it again takes slow instructions.
-    g = bounded(load_tile(gk, i, size, 0, d, HV, K)).to(tl.float32)
-    middle, _ = middle_sums(g.to(gk.dtype.element_ty), i[:, None], i[None, :], False, DOT)
-    return g, middle, tl.maximum(tl.max(tl.abs(middle), 1), tl.max(size_of_gate(g, DOT), 1))
-
-
-@triton.jit
-def _factorisable_pairs(
-    g,
-    middle,
-    q,
-    k,
-    a,
-    q_read,
-    k_read,
-    total,
-    of_q,
-    of_k,
-    i,
-    size,
-    d,
-    H,
-    HV,
-    K: tl.constexpr,
-    DOT: tl.constexpr,
-):
-    """`of_q` and `of_k` with the products of channels `d`, the writing keys, and the late half's decay.
-
-    The decayed queries and reading keys are stored, and so is `total`.
-    """
-    at_q = i, size, 0, d, H, K
-    at_g = i, size, 0, d, HV, K
-    early = tl.sum(tl.where(i[:, None] < C // 2, g, 0.0), 0)
-    late = tl.sum(tl.where(i[:, None] < C // 2, 0.0, g), 0)
-    tl.store(total + d, tl.exp(early + late), mask=d < K)
-    to_middle = tl.exp(middle)
-    from_start = tl.exp(early)[None, :]
-    k_ = load_tile(k, *at_q)
-    # Registers are scarce: the readers are in shared memory until the writer is computed.
-    reader = load_tile(q, *at_q) * to_middle
-    store_tile(q_read, reader * from_start, *at_g)
-    reader_q = in_parts(tl.trans(reader), DOT)
-    writer = k_ / to_middle
-    if a is None:
-        reader = k_ * to_middle
-    else:
-        reader = load_tile(a, *at_q) * to_middle
-    store_tile(k_read, reader * from_start, *at_g)
-    reader_k = in_parts(tl.trans(reader), DOT)
-    of_q = dot_of_parts(writer, reader_q, DOT, of_q)
-    of_k = dot_of_parts(writer, reader_k, DOT, of_k)
-    return of_q, of_k, writer, tl.exp(late)
-
-
-@triton.jit
-def _pairs(q, k, a, g, s, t, IN_BLOCKS: tl.constexpr, DOT: tl.constexpr):
-    """The products of `q` and of `a` with the writing keys `k`, at ``[s, t]``, decayed by any gates.
-
-    At each level of blocks the readers are the rows of odd blocks, and the writers the rows of even ones.
-    With `IN_BLOCKS` one product contains all pairs in blocks of 16 tokens, where gates are factorisable about
-    the middle of the block.
-    """
-    of_q = tl.where(s == t, tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[:, None], 0.0)
-    of_a = tl.zeros([C, C], dtype=tl.float32)
-    first = 0
-    if IN_BLOCKS:
-        middle = select(from_block_middle(s, t), g, DOT)
-        if tl.max(tl.abs(middle)) < MILD_BOUND:
-            to_middle = tl.exp(middle)
-            writer = in_parts(k / to_middle, DOT)
-            within = in_same_block(s, t)
-            of_q = tl.where(within, dot_in_parts(writer, in_parts(tl.trans(q * to_middle), DOT), DOT), 0.0)
-            of_a = tl.where(within, dot_in_parts(writer, in_parts(tl.trans(a * to_middle), DOT), DOT), 0.0)
-            first += BLOCK_LEVELS
-    for level in range(first, LEVELS):
-        weight = tl.exp(select(in_local_sum(s, t, level, False), g, DOT))
-        odd = ((s >> level) & 1) == 1
-        role = tl.where(odd, q, k) * weight
-        of_q += tl.where(siblings(s, t, level), fine_dot(role, tl.trans(role), DOT), 0.0)
-        role = tl.where(odd, a, k) * weight
-        of_a += tl.where(siblings(s, t, level), fine_dot(role, tl.trans(role), DOT), 0.0)
-    return of_q, of_a
-
-
-@triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
-def delta_channel_factor_kernel(
-    vectors,  # `KeyVectors`
-    gk,  # [tokens, HV, K]
-    W,  # [tokens, HV, K]
-    P,  # [chunks, HV, C, C], transposed
-    Y,  # [chunks, HV, C, C], transposed, in float32
-    q_read,  # [tokens, HV, K]
-    k_read,  # [tokens, HV, K]
-    total,  # [chunks, HV, K]
-    mild,  # [chunks, HV], whether gates are factorisable
-    cu_seqlens,
-    T,
-    N,
-    scale,
-    H,
-    HV,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    KEEP: tl.constexpr,
-    MILD: tl.constexpr,
-    IN_BLOCKS: tl.constexpr,
-    DOT: tl.constexpr,
-):
-    """Fills `W`, `P`, `q_read`, `k_read`, `total` and, if given, `Y`.
-
-    It is launched twice: with `MILD` for the chunks whose gates are factorisable, which it marks in `mild`,
-    and then for the others, because one kernel for both would need twice the registers. On Hopper another
-    kernel replaces the first launch, and leaves the chunks that are not factorisable in blocks. `IN_BLOCKS`
-    is false then, which takes less time to compile.
-
-    If the gates are factorisable, all decays follow from the sums of gates to the chunk's middle. The sums to
-    the chunk's start and to its end differ from them by one number per channel, the same for all tokens. With
-    `KEEP` the writing keys, which are computed from these sums, are kept until the last product. Otherwise
-    they are computed again.
-    """
-    beta = vectors.beta
-    scale = in_float32(scale)
-    row, h, lo, hi = chunk_of_program(T, N, HV, cu_seqlens, C)
-    if lo >= hi:
-        return
-    rh = row * HV + h
-    if not MILD:
-        if tl.load(mild + rh) != 0:
-            return
-    first = lo * HV + h
-    q, k, a = at_head(vectors, (lo * H + h // (HV // H)) * K)
-    gk += first * K
-    W += first * K
-    q_read += first * K
-    k_read += first * K
-    total += rh * K
-    i = tl.arange(0, C)
-    s, t = i[:, None], i[None, :]
-    size = size_of_chunk(lo, hi, C)
-    # 1. The readers, and the products of pairs of tokens, if the gates are those of this launch. Rows are
-    # writing tokens, columns reading tokens. The sums of gates are the same for both, because a token reads
-    # after its gate.
-    of_q = tl.zeros([C, C], dtype=tl.float32)
-    of_k = tl.zeros([C, C], dtype=tl.float32)
-    writers: tl.tuple = ()
-    to_end: tl.tuple = ()
-    if MILD and KEEP:
-        for d0 in tl.static_range(0, K, BK):
-            d = d0 + tl.arange(0, BK)
-            g, middle, largest = _factorisable_sums(gk, i, size, d, HV, K, DOT)
-            if not tl.max(largest) < MILD_BOUND:
-                tl.store(mild + rh, 0)  # the second launch overwrites all that is stored so far
-                return
-            of_q, of_k, writer, late = _factorisable_pairs(
-                g, middle, q, k, a, q_read, k_read, total, of_q, of_k, i, size, d, H, HV, K, DOT
-            )
-            writers += (in_parts(writer, DOT),)
-            to_end += (late,)
-    elif MILD:
-        # A loop, because an unrolled body for many blocks would not fit in the instruction cache.
-        largest = tl.zeros([C], dtype=tl.float32)
-        for d0 in range(0, K, BK):
-            d = d0 + tl.arange(0, BK)
-            g, middle, of_block = _factorisable_sums(gk, i, size, d, HV, K, DOT)
-            largest = tl.maximum(largest, of_block, propagate_nan=tl.PropagateNan.ALL)
-            if tl.max(largest) < MILD_BOUND:
-                of_q, of_k, writer, late = _factorisable_pairs(
-                    g, middle, q, k, a, q_read, k_read, total, of_q, of_k, i, size, d, H, HV, K, DOT
-                )
-        if not tl.max(largest) < MILD_BOUND:
-            tl.store(mild + rh, 0)
-            return
-    else:
-        for d0 in range(0, K, BK):
-            d = d0 + tl.arange(0, BK)
-            at_q = i, size, 0, d, H, K
-            at_g = i, size, 0, d, HV, K
-            g = bounded(load_tile(gk, *at_g)).to(tl.float32)
-            g_ = g.to(gk.dtype.element_ty)
-            q_ = load_tile(q, *at_q)
-            k_ = load_tile(k, *at_q)
-            read = tl.exp(select(t <= s, g_, DOT))
-            store_tile(q_read, q_ * read, *at_g)
-            a_ = k_
-            if a is not None:
-                a_ = load_tile(a, *at_q)
-            store_tile(k_read, a_ * read, *at_g)
-            tl.store(total + d, tl.exp(tl.sum(g, 0)), mask=d < K)
-            of_block = _pairs(q_, k_, a_, g_, s, t, IN_BLOCKS, DOT)
-            of_q += of_block[0]
-            of_k += of_block[1]
-    if MILD:
-        tl.store(mild + rh, 1)
-    # 2. Y and P.
-    beta_i = load_numbers(beta, first, i, size, HV)
-    of_q = tl.where(s <= t, of_q * scale, 0.0)
-    weighted = solve(of_q, of_k, beta_i, P + rh * C * C, None if Y is None else Y + rh * C * C, DOT)
-    # 3. W.
-    if MILD and KEEP:
-        for tile in tl.static_range(0, (K + BK - 1) // BK):
-            d = tile * BK + tl.arange(0, BK)
-            written = dot_of_parts(weighted, writers[tile], DOT) * to_end[tile][None, :]
-            store_tile(W, written, i, size, 0, d, HV, K)
-    else:
-        for d0 in range(0, K, BK):
-            d = d0 + tl.arange(0, BK)
-            at_g = i, size, 0, d, HV, K
-            written = load_tile(k, i, size, 0, d, H, K) * tl.exp(select(t > s, load_gates(gk, *at_g), DOT))
-            store_tile(W, fine_dot(weighted, written, DOT), *at_g)
 
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "scale"])
@@ -355,18 +131,9 @@ def of_state(x, S, size, HV, V: tl.constexpr, d, K: tl.constexpr, BV: tl.constex
 
 @triton.jit
 def by_levels(
-    x,
-    writer,
-    g,
-    pairs,
-    d_reader,
-    written,
-    d_gates,
-    GATES: tl.constexpr,
-    READ_BEFORE: tl.constexpr,
-    DOT: tl.constexpr,
-    rest: tl.constexpr = 0,
-):
+    x, writer, g, pairs, d_reader, written, d_gates, GATES: tl.constexpr, READ_BEFORE: tl.constexpr,
+    DOT: tl.constexpr, rest: tl.constexpr = 0,
+):  # fmt: skip
     """Adds the pairs of readers `x` and `writer`, one product for each level of blocks, to the three gradients.
 
     At each level, readers are the rows of odd blocks, and writers the rows of even ones. If the rounding
@@ -403,7 +170,7 @@ def delta_channel_gradient_kernel(
     d_states,  # [chunks, HV, K, V], after it
     made,  # `KeyGradients`
     dgk,  # [tokens, HV, K]
-    mild,  # [chunks, HV, tiles of K], whether gates are factorisable
+    factorisable_tiles,  # [chunks, HV, tiles of K], whether gates are factorisable
     cu_seqlens,
     T,
     N,
@@ -414,15 +181,15 @@ def delta_channel_gradient_kernel(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    MILD: tl.constexpr,
+    FACTORISABLE: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """The gradients of queries, keys, `beta` and, if given, of gates, for a chunk and a tile of channels.
 
-    It is launched twice: with `MILD` for the tiles whose gates are factorisable, which it marks in `mild`,
-    and then for the others, because one kernel for both would need twice the registers. After the kernels for
-    Hopper only the second launch is needed. Registers are scarce, so queries and keys are processed one after
-    the other, and inputs are loaded again rather than kept.
+    It is launched twice: with `FACTORISABLE` for the tiles whose gates are factorisable, which it marks in
+    `factorisable_tiles`, and then for the others, because one kernel for both would need twice the registers. After
+    the kernels for Hopper only the second launch is needed. Registers are scarce, so queries and keys are processed
+    one after the other, and inputs are loaded again rather than kept.
     """
     beta = vectors.beta
     do, r, dv = values
@@ -434,9 +201,9 @@ def delta_channel_gradient_kernel(
     if lo >= hi:
         return
     rh = row * HV + h
-    mild += rh * tiles + tile
-    if not MILD:
-        if tl.load(mild) != 0:
+    factorisable_tiles += rh * tiles + tile
+    if not FACTORISABLE:
+        if tl.load(factorisable_tiles) != 0:
             return
     i = tl.arange(0, C)
     t, s = i[:, None], i[None, :]
@@ -452,10 +219,12 @@ def delta_channel_gradient_kernel(
     at_q = i, size, 0, d, H, K
     at_g = i, size, 0, d, HV, K
     g = load_gates(gk, *at_g)
-    if MILD:
+    if FACTORISABLE:
         middle, middle_ = middle_sums(g, t, s, False, DOT)
-        is_factorisable = tl.max(tl.maximum(size_of_sums(middle, middle_), size_of_gate(g, DOT))) < MILD_BOUND
-        tl.store(mild, is_factorisable.to(tl.int8))
+        is_factorisable = (
+            tl.max(tl.maximum(size_of_sums(middle, middle_), size_of_gate(g, DOT))) < FACTORISABLE_BOUND
+        )
+        tl.store(factorisable_tiles, is_factorisable.to(tl.int8))
         if not is_factorisable:
             return
     pairs += rh * 2 * C * C
@@ -477,7 +246,7 @@ def delta_channel_gradient_kernel(
     d_total *= tl.exp(tl.sum(g.to(tl.float32), 0))
 
     d_reader = tl.zeros([C, BK], dtype=tl.float32)
-    if MILD:
+    if FACTORISABLE:
         late = t >= C // 2
         to_middle = tl.exp(middle)
         writer = tf32_rounded(load_tile(k, *at_q) * beta_t * tl.exp(-middle), DOT)
@@ -503,7 +272,7 @@ def delta_channel_gradient_kernel(
         d_reader = of_state(do if of_q else dv, states, size, HV, V, d, K, BV, DOT)
         d_reader *= (scale if of_q else -1.0) * from_start
         of_pairs = pairs + reader * C * C
-        if MILD:
+        if FACTORISABLE:
             # A pair that a gate does not decay is added to its gradient and subtracted. Both times it is a
             # product of the same rounded factors, so it cancels.
             x = tf32_rounded(x * to_middle, DOT)
@@ -527,7 +296,7 @@ def delta_channel_gradient_kernel(
             k_beta = load_tile(k, *at_q) * beta_t
             store_tile(dq + first * K, d_reader + tl.load(diagonal + i)[:, None] * k_beta, *at_g)
     # 3. The gradients of gates, keys and `beta`.
-    if MILD:
+    if FACTORISABLE:
         if dgk is not None:
             writer = tf32_rounded(load_tile(k, *at_q) * beta_t * tl.exp(-middle), DOT)
             d_gates -= tl.where(early_row, 0.0, writer * written)
