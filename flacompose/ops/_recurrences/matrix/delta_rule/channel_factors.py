@@ -13,6 +13,7 @@ import triton.language as tl
 from flacompose.ops._recurrences.matrix.delta_rule.kernels import at_head, solve
 from flacompose.ops._recurrences.matrix.gates_of_channels import (
     BLOCK_LEVELS,
+    FACTORISABLE_BOUND,
     LEVELS,
     C,
     from_block_middle,
@@ -23,9 +24,6 @@ from flacompose.ops._recurrences.matrix.gates_of_channels import (
     select,
     siblings,
     size_of_gate,
-)
-from flacompose.ops._recurrences.matrix.gates_of_channels import (
-    MILD_BOUND as FACTORISABLE_BOUND,
 )
 from flacompose.ops._tiles.blocks import (
     bounded,

@@ -46,6 +46,7 @@ import triton.language as tl
 
 from flacompose.ops._recurrences.matrix.delta_rule.kernels import at_head
 from flacompose.ops._recurrences.matrix.gates_of_channels import (
+    FACTORISABLE_BOUND,
     LEVELS,
     C,
     from_middle,
@@ -58,9 +59,6 @@ from flacompose.ops._recurrences.matrix.gates_of_channels import (
     size_of_gate,
     size_of_sums,
     tf32_rounded,
-)
-from flacompose.ops._recurrences.matrix.gates_of_channels import (
-    FACTORISABLE_BOUND,
 )
 from flacompose.ops._tiles.blocks import (
     chunk_of_program,

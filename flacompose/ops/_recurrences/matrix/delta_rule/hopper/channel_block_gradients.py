@@ -37,8 +37,7 @@ from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import (
     left_parts,
     products,
 )
-from flacompose.ops._recurrences.matrix.gates_of_channels import BLOCK, C
-from flacompose.ops._recurrences.matrix.gates_of_channels import FACTORISABLE_BOUND
+from flacompose.ops._recurrences.matrix.gates_of_channels import BLOCK, FACTORISABLE_BOUND, C
 from flacompose.ops._tiles.hopper import (
     arrived,
     barrier,
