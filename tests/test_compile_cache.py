@@ -18,59 +18,47 @@ from flacompose.ops._operators import define
 ROOT = Path(__file__).parents[1]
 CODE = """
 import json
+import sys
 import torch
 from torch._dynamo.utils import counters
-from flacompose.ops import chunk_gla
+from flacompose.ops import chunk_gla, fused_recurrent_gla
+from flacompose.ops._operators import define
 
-torch.manual_seed(0)
+if len(sys.argv) > 1:
+    define._SOURCES.src = sys.argv[1]
 device = "cuda" if torch.cuda.is_available() else "cpu"
 q, k, v, g = (torch.zeros(1, 70, 2, 16, device=device, requires_grad=True) for _ in range(4))
 # Nothing but the operator, so that there is no C++ code to compile.
 o, _ = torch.compile(chunk_gla, fullgraph=True)(q, k, v, g)
 o.backward(torch.ones_like(o))
-print(json.dumps(dict(counters["aot_autograd"])))
-"""
-
-
+training = dict(counters["aot_autograd"])
+torch._dynamo.reset()
+counters.clear()
 # A token, which a GPU's graph has as a kernel and not as an operator.
-TOKEN = """
-import json
-import sys
-import torch
-from torch._dynamo.utils import counters
-from flacompose.ops import fused_recurrent_gla
-from flacompose.ops._operators import define
-
-if len(sys.argv) > 1:
-    define._SOURCES.src = sys.argv[1]
-x = torch.zeros(1, 1, 2, 16, device="cuda" if torch.cuda.is_available() else "cpu")
+x = torch.zeros(1, 1, 2, 16, device=device)
 torch.compile(lambda x: fused_recurrent_gla(x, x, x)[0], fullgraph=True)(x)
-print(json.dumps(dict(counters["aot_autograd"])))
+print(json.dumps([training, dict(counters["aot_autograd"])]))
 """
 
 
-def counted(code: str, *arguments: str, cache: Path) -> dict[str, int]:
-    """The compiler's counters after a fresh process has run `code` beside that cache."""
+def counted(cache: Path, *arguments: str) -> list[dict[str, int]]:
+    """The compiler's counters of training and of a token, in a fresh process beside that cache."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": path}
     result = subprocess.run(
-        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", CODE, *arguments], env=environment, capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
-    counters = first, second = [counted(CODE, cache=tmp_path) for _ in range(2)]
-    assert first["autograd_cache_miss"] == 1 and second["autograd_cache_hit"] == 1, counters
-    assert "autograd_cache_miss" not in second and "autograd_cache_bypass" not in second, counters
-
-
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-def test_other_code_compiles_again(tmp_path: Path) -> None:
+def test_other_processes_compile_nothing_but_other_code(tmp_path: Path) -> None:
     """What the compiler keeps has a kernel in it, so that it is found by this version's processes alone."""
-    counters = [counted(TOKEN, *other, cache=tmp_path) for other in ((), (), ("other code",))]
-    assert ["autograd_cache_hit" in x for x in counters] == [False, True, False], counters
+    first, second, other = (counted(tmp_path, *arguments) for arguments in ((), (), ("other code",)))
+    assert first[0]["autograd_cache_miss"] == 1 and second[0]["autograd_cache_hit"] == 1, (first, second)
+    assert not {"autograd_cache_miss", "autograd_cache_bypass"} & second[0].keys(), second
+    assert ["autograd_cache_hit" in token for _, token in (first, second, other)] == [False, True, False]
 
 
 def test_all_of_the_operators_is_this_code() -> None:
