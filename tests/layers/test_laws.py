@@ -539,8 +539,13 @@ def results(
     return [y, *tensors(new), *torch.autograd.grad(loss, [*leaves, *layer.parameters()])]
 
 
-@padded_or_packed
-@pytest.mark.parametrize("name", DISTINCT)
+# A mask is the same to all layers but those whose pads are more than tokens left out.
+WITH_PADS = ("gla", "mamba2", "rwkv6", "hgrn", "abc")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [(x, "packed") for x in DISTINCT] + [(x, "mask") for x in WITH_PADS]
+)
 def test_compiled_layouts(name, layout, device, few_levels):
     """One graph does for every length, padded or packed, at batch 1, and some layers are trained in it too.
 
@@ -581,12 +586,11 @@ def exported(layer: nn.Module, layout: str, device: torch.device) -> ExportedPro
     return torch.export.export(layer, (tokens_of(layer, rows, 37), state), given, dynamic_shapes=shapes)
 
 
-# A mask is the same to all layers but those whose pads are more than tokens left out.
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
         *((name, layout) for name in DISTINCT for layout in ("rows", "packed")),
-        *((name, "mask") for name in ("gla", "mamba2", "rwkv6", "hgrn", "abc")),
+        *((name, "mask") for name in WITH_PADS),
     ],
 )
 @torch.no_grad()

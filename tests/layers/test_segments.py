@@ -20,6 +20,7 @@ from .truth import (
     BOUNDED,
     DISTINCT,
     EVERY,
+    OF_EACH_KIND,
     assert_close,
     assert_states_close,
     build,
@@ -207,7 +208,7 @@ class Compiled:
             return self.layer(*args, **given)
 
 
-@pytest.mark.parametrize("name", [*DISTINCT, "mamba3 mimo"])
+@pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_exact_compiled(name, device, few_levels):
     """A compiled layer has one graph for segments of every length and, as everywhere in PyTorch, one for a token.
 

@@ -24,6 +24,7 @@ from .truth import (
     ALIKE,
     DISTINCT,
     EVERY,
+    OF_EACH_KIND,
     assert_close,
     assert_states_close,
     build,
@@ -181,7 +182,7 @@ class Verify(nn.Module):
         return self.layer(x, state, num_states=3)
 
 
-@each_layer
+@pytest.mark.parametrize("config", (OF_EACH_KIND | OTHERS).values(), ids=OF_EACH_KIND | OTHERS)
 @torch.no_grad()
 def test_export(config, device):
     """At every length, and with the states as the layer has them."""

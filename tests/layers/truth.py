@@ -111,6 +111,12 @@ ALIKE = ("gdn2", "comba", "rebased")
 DISTINCT = {
     name: config for name, config in EVERY.items() if name not in (*ALIKE, "rodimus", "based", "mamba3 mimo")
 }
+# One of each kind of state and of code that reads a size, for graphs of what the layers share.
+OF_EACH_KIND = {
+    name: DISTINCT[name]
+    for name in ("gla", "retention", "rwkv6", "rwkv7", "mamba", "mamba2", "mamba3", "mlstm", "gsa", "abc")
+    + ("hgrn", "griffin", "gated_deltaproduct")
+}
 
 
 class Bounded:
