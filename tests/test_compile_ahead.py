@@ -37,11 +37,11 @@ from flacompose.ops._recurrences.matrix.channel_decay import slots  # noqa: E402
 from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay  # noqa: E402
 from flacompose.ops._recurrences.matrix.inputs import Inputs  # noqa: E402
 
-FAMILIES = head_decay, scan, channel_decay
-LAUNCHING = *FAMILIES, slots, stabilizer, row_split, operands
+RECURRENCES = head_decay, scan, channel_decay
+LAUNCHING = *RECURRENCES, slots, stabilizer, row_split, operands
 KERNELS = {x for module in LAUNCHING for x in vars(module).values() if isinstance(x, triton.JITFunction)}
 
-each_family = pytest.mark.parametrize("family", FAMILIES, ids=["scalar", "scan", "vector"])
+each_recurrence = pytest.mark.parametrize("recurrence", RECURRENCES, ids=["scalar", "scan", "vector"])
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="takes the place of the driver")
 
 
@@ -71,9 +71,9 @@ Compiled = list[tuple[str, bool]]
 """Every kernel that is compiled, what other tests have compiled too, and whether ahead of its launch."""
 
 
-def ahead(family: ModuleType, form: str) -> warm_up.compile_ahead:
+def ahead(recurrence: ModuleType, form: str) -> warm_up.compile_ahead:
     """What compiles the kernels of a form, or of the "backward", ahead of their launches."""
-    module = family if family in (scan, stabilizer) else matrix
+    module = recurrence if recurrence in (scan, stabilizer) else matrix
     return on_cuda(module.__name__.rpartition(".")[0], form, signature_of(module)).implementation
 
 
@@ -99,10 +99,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
 
     for kernel in KERNELS:
         kernel.device_caches.clear()
-    for family in FAMILIES:
+    for recurrence in RECURRENCES:
         for form in ("chunk", "backward"):
-            ahead(family, form).ready.clear()
-            ahead(family, form).started.clear()
+            ahead(recurrence, form).ready.clear()
+            ahead(recurrence, form).started.clear()
     if not torch.cuda.is_available():
         for module in LAUNCHING:
             monkeypatch.setattr(module, "launch", launch)
@@ -117,42 +117,44 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
         kernel.device_caches.clear()
 
 
-def arguments(family: ModuleType, requires_grad: bool = True) -> tuple[Any, ...]:
+def arguments(recurrence: ModuleType, requires_grad: bool = True) -> tuple[Any, ...]:
     q, k, v, g = torch.zeros(4, 1, 70, 2, 24, dtype=torch.float16)
     if torch.cuda.is_available():
         q, k, v, g = q.cuda(), k.cuda(), v.cuda(), g.cuda()
     else:
         q = q.as_subclass(OnHopper)
     q, k, v, g = (x.detach().requires_grad_(requires_grad) for x in (q, k, v, g))
-    if family is scan:
+    if recurrence is scan:
         return q[:, :, 0], g[:, :, 0], None, None
-    if family is head_decay:
+    if recurrence is head_decay:
         return (*Inputs(q, k, v, g[..., 0]),)
     return (*Inputs(q, k, v, gk=g),)
 
 
-def gradients(family: ModuleType) -> int:
+def gradients(recurrence: ModuleType) -> int:
     """The number of arguments that have gradients."""
-    return len(signature_of(family).differentiable)
+    return len(signature_of(recurrence).differentiable)
 
 
 def backward(
-    family: ModuleType, args: tuple[Any, ...], do: Tensor | None, d_final_state: Tensor | None = None
+    recurrence: ModuleType, args: tuple[Any, ...], do: Tensor | None, d_final_state: Tensor | None = None
 ) -> None:
     """The gradients of all inputs."""
-    mask = [x is not None for x in args[: gradients(family)]]
-    ahead(family, "backward")(*args, do, d_final_state, mask)
+    mask = [x is not None for x in args[: gradients(recurrence)]]
+    ahead(recurrence, "backward")(*args, do, d_final_state, mask)
 
 
-@each_family
-def test_the_backward_with_the_forward(family: ModuleType, compiled: Compiled) -> None:
-    args = arguments(family)
-    o, _ = ahead(family, "chunk")(*args)
+@each_recurrence
+def test_the_backward_with_the_forward(recurrence: ModuleType, compiled: Compiled) -> None:
+    args = arguments(recurrence)
+    o, _ = ahead(recurrence, "chunk")(*args)
     forward = len(compiled)
     assert forward > 1
-    backward(family, args, o)
+    backward(recurrence, args, o)
     assert forward == len(compiled)
-    backward(family, args, None, o.new_zeros(1, 2, 24, 24) if family is not scan else o.new_zeros(1, 24))
+    backward(
+        recurrence, args, None, o.new_zeros(1, 2, 24, 24) if recurrence is not scan else o.new_zeros(1, 24)
+    )
     assert forward < len(compiled)
     assert all(ahead for _, ahead in compiled)
 
@@ -164,12 +166,12 @@ def test_an_op_of_three_results(compiled: Compiled) -> None:
     assert [ahead for _, ahead in compiled] == [True]
 
 
-@each_family
-def test_the_forward_alone_where_there_is_no_gradient(family: ModuleType, compiled: Compiled) -> None:
-    args = arguments(family, requires_grad=False)
-    o, _ = ahead(family, "chunk")(*args)
+@each_recurrence
+def test_the_forward_alone_where_there_is_no_gradient(recurrence: ModuleType, compiled: Compiled) -> None:
+    args = arguments(recurrence, requires_grad=False)
+    o, _ = ahead(recurrence, "chunk")(*args)
     forward = len(compiled)
-    backward(family, args, o)
+    backward(recurrence, args, o)
     assert 0 < forward < len(compiled)
     assert all(ahead for _, ahead in compiled)
 
@@ -213,21 +215,21 @@ def test_which_ops_import_sympy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["", "dynamic"])
-@each_family
-def test_begun_while_a_graph_is_compiled(family: ModuleType, dynamic: bool, compiled: Compiled) -> None:
-    args = arguments(family, requires_grad=False)
+@each_recurrence
+def test_begun_while_a_graph_is_compiled(recurrence: ModuleType, dynamic: bool, compiled: Compiled) -> None:
+    args = arguments(recurrence, requires_grad=False)
     shapes = ShapeEnv()
     with FakeTensorMode(shape_env=shapes) as mode:
-        mask = [True] * gradients(family)
+        mask = [True] * gradients(recurrence)
         fake = [mode.from_tensor(x, static_shapes=not dynamic) if isinstance(x, Tensor) else x for x in args]
         assert any(isinstance(n, torch.SymInt) for n in fake[0].shape) == dynamic
-        ahead(family, "chunk").begin(fake)
-        ahead(family, "backward").begin([*fake, fake[0], None, mask])
+        ahead(recurrence, "chunk").begin(fake)
+        ahead(recurrence, "backward").begin([*fake, fake[0], None, mask])
     begun = len(compiled)
     assert begun > 1
     assert not shapes.guards
-    o, _ = ahead(family, "chunk")(*args)
-    ahead(family, "backward")(*args, o, None, mask)
+    o, _ = ahead(recurrence, "chunk")(*args)
+    ahead(recurrence, "backward")(*args, o, None, mask)
     assert begun == len(compiled)
 
 

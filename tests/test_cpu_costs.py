@@ -1,4 +1,4 @@
-"""What a token costs on a CPU, beside plain PyTorch, for one op of each family, and what is not computed at all."""
+"""What a token costs on a CPU, beside plain PyTorch, for one op of each recurrence, and what is not computed at all."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Counted(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("family", "operation", "count"),
+    ("recurrence", "operation", "count"),
     [
         ("head_decay", torch.ops.aten.bmm.default, 1),  # of queries and gradients of outputs
         ("channel_decay", torch.ops.aten.bmm.default, 1),
@@ -95,11 +95,11 @@ class Counted(TorchDispatchMode):
         ),  # one a token of a chunk, all chunks at once, and one a chunk
     ],
 )
-def test_what_no_gradient_asks_for_is_not_computed(family: str, operation: object, count: int) -> None:
+def test_what_no_gradient_asks_for_is_not_computed(recurrence: str, operation: object, count: int) -> None:
     """The gradient of the initial state alone takes one sweep over the chunks, and nothing within them."""
-    eager, inputs = part(family, "eager"), part(family, "inputs")
+    eager, inputs = part(recurrence, "eager"), part(recurrence, "inputs")
     q, k, v, do = torch.randn(4, 1, 128, 2, 8)
-    if family == "scan":
+    if recurrence == "scan":
         given, do = inputs.Inputs(q[..., 0], -k[..., 0].abs(), torch.randn(1, 2)), do[..., 0]
     else:
         given = inputs.Inputs(q, k, v, initial_state=torch.randn(1, 2, 8, 8))

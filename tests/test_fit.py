@@ -280,7 +280,7 @@ def launches() -> dict[Launch, str]:
 
 
 def test_every_kernel_is_recorded(launches: dict[Launch, str]) -> None:
-    """What `make fit` compiles has every kernel of every family in it."""
+    """What `make fit` compiles has every kernel of every recurrence in it."""
     names = {f"{launch.module}.{launch.name}" for launch in launches}
     modules = {
         module

@@ -1,6 +1,6 @@
 """Kernels in Gluon, run by an emulator as they are launched on Hopper, and Triton's around them.
 
-In bfloat16 all that a family makes, values and gradients, is right by the measure of the contract.
+In bfloat16 all that a recurrence makes, values and gradients, is right by the measure of the contract.
 """
 
 from __future__ import annotations
@@ -448,7 +448,7 @@ def test_pairs_that_overflow(name: str, joint: bool, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("nan_in_new_memory")
 def test_both_directions_with_keys_of_low_rank() -> None:
-    """In bfloat16, in which nothing else runs the sweeps of this family without a GPU."""
+    """In bfloat16, in which nothing else runs the sweeps of this recurrence without a GPU."""
     problem = draw(NAMED["chunk_rwkv7"], CPU, torch.bfloat16, B=1, T=70, H=1, K=64, V=64)
     results, _ = emulated(problem, launched)
     assert_accurate(problem, results)

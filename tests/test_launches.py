@@ -1,4 +1,4 @@
-"""What the families launch, where there is no GPU: on tensors without values, recorded instead of run."""
+"""What the recurrences launch, where there is no GPU: on tensors without values, recorded instead of run."""
 
 from __future__ import annotations
 
@@ -772,20 +772,22 @@ def test_gates_are_read_as_they_come() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", [head_decay, channel_decay, delta_rule, scan], ids=["scalar", "vector", "delta", "scan"]
+    "recurrence", [head_decay, channel_decay, delta_rule, scan], ids=["scalar", "vector", "delta", "scan"]
 )
 @pytest.mark.parametrize("sequences", [1, 600])
-def test_many_sequences_are_not_cut(family: Any, sequences: int) -> None:
+def test_many_sequences_are_not_cut(recurrence: Any, sequences: int) -> None:
     """A long packed row is cut into segments if it is few sequences: else their states would outgrow it."""
     T = 200 * 64
     q, k, v = torch.empty(3, 1, T, 2, 16, device="meta")
     cu_seqlens = torch.empty(sequences + 1, dtype=torch.int64, device="meta")
-    if family is scan:
+    if recurrence is scan:
         args = q[:, :, 0], k[:, :, 0], None, cu_seqlens
     else:
-        given = {"beta": v[..., 0], "delta_rule": True} if family is delta_rule else {}
-        args = (*Inputs(q, k, v, gk=k if family is channel_decay else None, cu_seqlens=cu_seqlens, **given),)
-    launches, _ = launched(lambda: flat(family, "chunk")(*args))
+        given = {"beta": v[..., 0], "delta_rule": True} if recurrence is delta_rule else {}
+        args = (
+            *Inputs(q, k, v, gk=k if recurrence is channel_decay else None, cu_seqlens=cu_seqlens, **given),
+        )
+    launches, _ = launched(lambda: flat(recurrence, "chunk")(*args))
     cut = any(getattr(x.get("states"), "ends", x.get("ends")) is not None for _, x in launches)
     assert cut == (sequences == 1)
 

@@ -246,9 +246,9 @@ def test_a_kind_forgotten_while_it_is_recorded_stays_so(
     assert calls == [6, 6, 5] and len(replay.seen) == 1 and not replay.recorded
 
 
-@pytest.mark.parametrize("family", ["scalar", "scan", "vector"])
+@pytest.mark.parametrize("recurrence", ["scalar", "scan", "vector"])
 def test_nothing_but_allocations_and_launches_is_repeated(
-    family: str, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+    recurrence: str, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a training step's forward and backward, whose inputs are as the kernels take them."""
     q, k, v, g, do = torch.randn(5, 1, 70, 2, 24, dtype=torch.bfloat16)
@@ -260,7 +260,7 @@ def test_nothing_but_allocations_and_launches_is_repeated(
             do[:, :, 0].contiguous(),
         ),
         "vector": (matrix, (*Inputs(q, k, v, gk=g),), do),
-    }[family]
+    }[recurrence]
     differentiable = signature_of(module).differentiable
     mask = [x is not None for x in args[: len(differentiable)]]
 

@@ -155,8 +155,8 @@ def test_vmap_of_resets(mapped: str) -> None:
         assert_close(found[n], of_one(one, reset if mapped == "inputs" else reset[n]))
 
 
-def test_resets_in_stretches() -> None:
-    """As on several ranks, where each stretch is known to the others by its map alone."""
+def test_resets_in_spans() -> None:
+    """As on several ranks, where each span is known to the others by its map alone."""
     *tokens, a_param, h = drawn(90)
     reset = some_resets(90).unsqueeze(2) & (torch.arange(90) < 60)[:, None]
     pieces = [

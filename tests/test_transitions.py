@@ -1,4 +1,4 @@
-"""Stretches of a sequence that lie apart, each mapped on its own and then joined, do what the whole sequence does.
+"""Spans of a sequence that lie apart, each mapped on its own and then joined, do what the whole sequence does.
 
 All is in float64, where only the order of sums differs: results agree to 1e-12 of their norm.
 """
@@ -25,33 +25,33 @@ CUTS = [0, 70, 71, T]
 
 
 class Case(NamedTuple):
-    """A family, which of its optional tensors are given, and what is not the default."""
+    """A recurrence, which of its optional tensors are given, and what is not the default."""
 
-    family: str
+    recurrence: str
     given: tuple[str, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        return "-".join([self.family, *self.given, *(f"{name}={x}" for name, x in self.options)])
+        return "-".join([self.recurrence, *self.given, *(f"{name}={x}" for name, x in self.options)])
 
     @property
     def op(self) -> ModuleType:
-        return part(self.family, "op")
+        return part(self.recurrence, "op")
 
     @property
     def form(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        return self.op.forward if self.family == "selective_scan" else self.op.chunk
+        return self.op.forward if self.recurrence == "selective_scan" else self.op.chunk
 
     @property
     def reference(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        return reference(self.family)
+        return reference(self.recurrence)
 
     def inputs(self, tokens: int = T, rows: int = 2, dtype: torch.dtype = torch.float64) -> Any:
         """Some gates keep nearly everything, and some nothing."""
-        module, generator = part(self.family, "inputs"), torch.Generator().manual_seed(0)
+        module, generator = part(self.recurrence, "inputs"), torch.Generator().manual_seed(0)
         found: dict[str, Any] = {}
-        needed = {"delta_rule": ("beta",), "low_rank": ("a", "b")}.get(self.family, ())
-        for name, of_name in axes(self.family).items():
+        needed = {"delta_rule": ("beta",), "low_rank": ("a", "b")}.get(self.recurrence, ())
+        for name, of_name in axes(self.recurrence).items():
             optional = name in module.Inputs._field_defaults
             if name not in module.Inputs._fields or (optional and name not in (*needed, *self.given)):
                 continue
@@ -63,7 +63,7 @@ class Case(NamedTuple):
                 x = -0.1 * x.abs()
             if name in ("dt", "beta"):
                 x = x.abs()
-            if self.family in MATRICES:  # so that the product of all matrices stays small
+            if self.recurrence in MATRICES:  # so that the product of all matrices stays small
                 x = torch.nn.functional.normalize(x, dim=-1) if name in ("k", "a", "b") else x
                 x = x * {"beta": 0.3, "b": 0.1}.get(name, 1.0)
             if "T" in of_name.split() and name.startswith("g"):
@@ -71,27 +71,29 @@ class Case(NamedTuple):
             if name == "A":
                 x[0, 0] = -torch.inf
             found[name] = x.to(dtype).requires_grad_()
-        return module.Inputs(**found, **(CHOICES.get(self.family, {}) | dict(self.options)))
+        return module.Inputs(**found, **(CHOICES.get(self.recurrence, {}) | dict(self.options)))
 
     @property
     def ends(self) -> str:
         """The operator of the transition."""
-        return f"{operator(self.family)}_{'matrix_ends' if self.family in MATRICES else 'ends'}"
+        return f"{operator(self.recurrence)}_{'matrix_ends' if self.recurrence in MATRICES else 'ends'}"
 
     def tensors(self, inputs: Any) -> dict[str, Tensor]:
         """Those of the inputs that have gradients, by name."""
-        named = {name: getattr(inputs, name) for name in part(self.family, "inputs").SIGNATURE.differentiable}
+        named = {
+            name: getattr(inputs, name) for name in part(self.recurrence, "inputs").SIGNATURE.differentiable
+        }
         return {name: x for name, x in named.items() if x is not None}
 
     def state(self, inputs: Any) -> Tensor:
         """One for each sequence, of numbers around 1."""
-        _, fake = part(self.family, "inputs").SIGNATURE.fake(*inputs)
+        _, fake = part(self.recurrence, "inputs").SIGNATURE.fake(*inputs)
         generator = torch.Generator().manual_seed(1)
         return torch.randn(fake.shape, dtype=fake.dtype, generator=generator).requires_grad_()
 
-    def stretches(self, inputs: Any, cuts: list[int] | None = None) -> list[Any]:
+    def spans(self, inputs: Any, cuts: list[int] | None = None) -> list[Any]:
         cuts = [*CUTS] if cuts is None else cuts
-        of_tokens = [name for name in self.tensors(inputs) if "T" in axes(self.family)[name].split()]
+        of_tokens = [name for name in self.tensors(inputs) if "T" in axes(self.recurrence)[name].split()]
         pieces = []
         for start, end in zip(cuts, cuts[1:]):
             new: dict[str, Any] = {name: getattr(inputs, name)[:, start:end] for name in of_tokens}
@@ -124,9 +126,9 @@ every = pytest.mark.parametrize("case", CASES, ids=str)
 packed = pytest.mark.parametrize("bounds", [None, [0, 40, 40, 90, 150], [0, 60, 71, 140]], ids=str)
 
 
-def test_every_family_with_maps_has_a_case() -> None:
+def test_every_recurrence_with_maps_has_a_case() -> None:
     mapped = {name for name in map(operator, PACKAGES) if hasattr(torch.ops.flacompose, f"{name}_ends")}
-    assert {operator(case.family) for case in CASES} == mapped
+    assert {operator(case.recurrence) for case in CASES} == mapped
 
 
 def drawn(case: Case, bounds: list[int] | None) -> Any:
@@ -136,8 +138,8 @@ def drawn(case: Case, bounds: list[int] | None) -> Any:
 
 
 def joined(case: Case, inputs: Any, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``(o, final_state)`` of the inputs, in stretches that know of each other by their maps alone."""
-    pieces = case.stretches(inputs)
+    """``(o, final_state)`` of the inputs, in spans that know of each other by their maps alone."""
+    pieces = case.spans(inputs)
     maps, ends = zip(*map(case.op.stretch, pieces))
     starts, final = join(maps, ends, state)
     return torch.cat([case.form(*x._replace(initial_state=S))[0] for x, S in zip(pieces, starts)], 1), final
@@ -149,11 +151,11 @@ def close(found: Any, expected: Any) -> None:
 
 
 @every
-def test_stretches_are_the_recurrence(case: Case) -> None:
+def test_spans_are_the_recurrence(case: Case) -> None:
     """Values and gradients, of the reference."""
     inputs = case.inputs()
     state, tensors = case.state(inputs), case.tensors(inputs)
-    options = {"scale": 1.0} if case.family in ("head_decay", "channel_decay") else dict(case.options)
+    options = {"scale": 1.0} if case.recurrence in ("head_decay", "channel_decay") else dict(case.options)
     expected = case.reference(**tensors, initial_state=state, **options)
     arriving = [torch.randn_like(x) for x in expected]
     found = joined(case, inputs, state)
@@ -165,7 +167,7 @@ def test_stretches_are_the_recurrence(case: Case) -> None:
 @every
 @packed
 def test_packed(case: Case, bounds: list[int] | None) -> None:
-    """Each stretch has a part of every sequence, and of some none."""
+    """Each span has a part of every sequence, and of some none."""
     inputs = drawn(case, bounds)
     state, of = case.state(inputs), [*case.tensors(inputs).values()]
     expected = case.form(*inputs._replace(initial_state=state))
@@ -181,14 +183,14 @@ def test_packed(case: Case, bounds: list[int] | None) -> None:
 @every
 @packed
 def test_transposes(case: Case, bounds: list[int] | None) -> None:
-    """Backwards in time, each stretch gets the gradient of the state after it, and then has all gradients at once."""
+    """Backwards in time, each span gets the gradient of the state after it, and then has all gradients at once."""
     inputs = drawn(case, bounds)
     state, tensors = case.state(inputs), case.tensors(inputs)
     expected = case.form(*inputs._replace(initial_state=state))
     do, d_final = (torch.randn_like(x) for x in expected)
     truth = torch.autograd.grad(expected, [*tensors.values(), state], (do, d_final))
 
-    pieces = case.stretches(inputs)
+    pieces = case.spans(inputs)
     d_outputs = [do[:, start:end] for start, end in zip(CUTS, CUTS[1:])]
     maps, ends = zip(*map(case.op.stretch, pieces))
     starts, _ = join(maps, ends, state)
@@ -242,9 +244,9 @@ def test_opcheck(case: Case, bounds: list[int] | None) -> None:
 
 @every
 def test_graph(case: Case) -> None:
-    """Compiled and exported, a stretch is one operator at any length, and its map is that of eager."""
+    """Compiled and exported, a span is one operator at any length, and its map is that of eager."""
 
-    class Stretch(torch.nn.Module):
+    class Transition(torch.nn.Module):
         def forward(self, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
             A, end = case.op.stretch(inputs._replace(**tensors))
             return A(torch.ones_like(end)), end
@@ -252,19 +254,22 @@ def test_graph(case: Case) -> None:
     inputs = case.inputs(20)
     tensors = case.tensors(inputs)
     length = torch.export.Dim("T", min=2, max=2**20)
-    dims = {name: {1: length} if "T" in axes(case.family)[name].split() else None for name in tensors}
-    program = torch.export.export(Stretch(), (tensors,), dynamic_shapes=(dims,))
+    dims = {name: {1: length} if "T" in axes(case.recurrence)[name].split() else None for name in tensors}
+    program = torch.export.export(Transition(), (tensors,), dynamic_shapes=(dims,))
     assert op_nodes(program.graph_module) == [f"flacompose::{case.ends}"]
-    compiled = torch.compile(Stretch(), fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = torch.compile(Transition(), fullgraph=True, dynamic=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for tokens in (20, 3, 150):
             tensors = case.tensors(case.inputs(tokens))
-            expected = Stretch()(tensors)
+            expected = Transition()(tensors)
             close(program.module()(tensors), expected)
             close(compiled(tensors), expected)
             arriving = [torch.randn_like(x) for x in expected]
             found = []
-            for results in (compiled(tensors), Stretch()(tensors)):  # without gates the map has no gradient
+            for results in (
+                compiled(tensors),
+                Transition()(tensors),
+            ):  # without gates the map has no gradient
                 outputs = [(y, dy) for y, dy in zip(results, arriving) if y.requires_grad]
                 ys, dys = zip(*outputs)
                 found.append(torch.autograd.grad(ys, [*tensors.values()], dys, allow_unused=True))

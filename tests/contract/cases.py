@@ -43,12 +43,12 @@ def every(cases: Iterable[OpCase] = CASES) -> pytest.MarkDecorator:
 
 
 def given(case: OpCase) -> tuple[str, frozenset[str]]:
-    """The family, and the arguments that its operator gets."""
-    return case.family, frozenset(case.operands.get(name, name) for name in (*case.inputs, *case.gates))
+    """The recurrence, and the arguments that its operator gets."""
+    return case.recurrence, frozenset(case.operands.get(name, name) for name in (*case.inputs, *case.gates))
 
 
-# On a CPU both forms of a family run the same code under two names, as test_forms shows. So there the entries are left
-# out whose form is "recurrent" and whose arguments an entry of the other form has, with heads in as large groups.
+# On a CPU both forms of a recurrence run the same code under two names, as test_forms shows. So there the entries are
+# left out whose form is "recurrent" and whose arguments an entry of the other form has, with heads in as large groups.
 CHUNKED = [case for case in CASES if case.form != "recurrent"]
 DISTINCT = [
     case
@@ -82,7 +82,14 @@ one_op_a_form_of_kernels = every(
 
 def of_operators(case: OpCase) -> tuple[object, ...]:
     """What the compiler, exports and sharding see of a call: its operators, and PyTorch's around them."""
-    return case.family, case.nodes, case.before[:1], case.prepared, len(case.states), case.other_ops is None
+    return (
+        case.recurrence,
+        case.nodes,
+        case.before[:1],
+        case.prepared,
+        len(case.states),
+        case.other_ops is None,
+    )
 
 
 # One entry of each such call, for tests of operators. A graph for a GPU has the kernels of a call in it, so that there

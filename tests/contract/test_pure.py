@@ -124,7 +124,7 @@ def test_only_what_requires_a_gradient_gets_one(case: OpCase, device: torch.devi
         torch.autograd.backward([o, state], [problem.do, problem.d_final_state])
         assert [n for n, x in tensors.items() if x.grad is not None] == [name]
         one, among_all = tensors[name].grad, every[f"d{name}"]
-        if device.type == "cuda" and case.family in OTHER_PROGRAMS:
+        if device.type == "cuda" and case.recurrence in OTHER_PROGRAMS:
             # Their kernel of fewer results is another program, which may add in another order.
             torch.testing.assert_close(one, among_all, rtol=1e-5, atol=1e-6)
         else:
@@ -258,8 +258,8 @@ def test_nothing_is_read_on_the_host(
         evaluate(on_meta(problem))
         assert len(calls) == len(case.ops + case.backward_ops)
         for op, args, _ in list(calls):
-            family, form = op._opname.rsplit("_", 1)
-            flat(part(family, "eager"), "backward" if form == "backward" else "forward")(*args)
+            recurrence, form = op._opname.rsplit("_", 1)
+            flat(part(recurrence, "eager"), "backward" if form == "backward" else "forward")(*args)
 
 
 @each_op

@@ -227,7 +227,7 @@ def test_export(case: OpCase, device: torch.device, few_levels: None) -> None:
         for name in problem.tensors
     }
     program = export(Op(case), (problem.tensors,), dynamic_shapes={"tensors": shapes})
-    form = case.forward if case.form == "forward" else f"{operator(case.family)}_steps"
+    form = case.forward if case.form == "forward" else f"{operator(case.recurrence)}_steps"
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)

@@ -36,7 +36,7 @@ def of_inputs(problem: Problem, function):
 
 
 # Differences of numbers see that the stabiliser of exponentials is no constant.
-each_without_stabiliser = every([case for case in DISTINCT if not case.before and case.family != "rwkv4"])
+each_without_stabiliser = every([case for case in DISTINCT if not case.before and case.recurrence != "rwkv4"])
 
 
 @each_without_stabiliser

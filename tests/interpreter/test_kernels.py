@@ -34,7 +34,7 @@ from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay
 CPU = torch.device("cpu")
 # The interpreter composes the steps of a tile number by number, so the selective scan has smaller ones in tests of its
 # own.
-CASES = [case for case in ALL_CASES if case.family != "selective_scan"]
+CASES = [case for case in ALL_CASES if case.recurrence != "selective_scan"]
 # What is launched for these is launched for other entries: groups of queries are more tokens, a mean is two calls, and
 # gates are computed or added before.
 COMPOSED = (
@@ -249,7 +249,7 @@ def test_segments(case: OpCase, lengths: list[int] | None, monkeypatch: pytest.M
     check(draw(case, CPU, B=1, H=1, T=200, K=5, V=6, lengths=lengths, gates="mixed"))
 
 
-each_head_decay = every([case for case in CASES if case.family == "head_decay" and case.gates])
+each_head_decay = every([case for case in CASES if case.recurrence == "head_decay" and case.gates])
 
 
 @pytest.fixture
@@ -540,7 +540,7 @@ def test_values_of_one_token_head_first(case: OpCase) -> None:
     assert found["o"].stride() == torch.empty(found["o"].shape).stride()
 
 
-@every([case for case in CASES if case.form == "recurrent" and case.family != "scan"])
+@every([case for case in CASES if case.form == "recurrent" and case.recurrence != "scan"])
 @pytest.mark.parametrize("layout", [side_by_side, head_first])
 @pytest.mark.parametrize(
     ("B", "T", "lengths"),
@@ -587,7 +587,7 @@ OF_DELTA = {"scale": 0.7, "delta_rule": True}
 
 
 @pytest.mark.parametrize(
-    "family, names, shapes, options",
+    "recurrence, names, shapes, options",
     [
         ("head_decay", "q k v g g_gamma beta initial_state",
          [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 2, 6), (1, 34, 2), (2,), (1, 34, 2), (1, 2, 5, 6)], {"scale": 0.7}),
@@ -614,10 +614,10 @@ OF_DELTA = {"scale": 0.7, "delta_rule": True}
          "normaliser", "scan", "RG-LRU", "convolution", "selective"],
 )  # fmt: skip
 def test_one_gradient(
-    family: str, names: str, shapes: list[tuple[int, ...]], options: dict[str, Any]
+    recurrence: str, names: str, shapes: list[tuple[int, ...]], options: dict[str, Any]
 ) -> None:
     """Each is what it is among all of them, and those that are not wanted are empty."""
-    backward, module = flat(part(family, "cuda"), "backward"), part(family, "inputs")
+    backward, module = flat(part(recurrence, "cuda"), "backward"), part(recurrence, "inputs")
     given = {name: -torch.rand(shape) for name, shape in zip(names.split(), shapes, strict=True)}
     first, state = next(iter(given.values())), given["initial_state"]
     do = torch.randn_like(first if first.dim() == 3 else given.get("v", given.get("x")))

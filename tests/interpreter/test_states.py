@@ -21,8 +21,8 @@ each = every([case for case in WITH_STATES if case.form == "recurrent"])
 
 
 def launched(problem: Problem, function, n: int) -> tuple[Tensor, Tensor]:
-    """`function`, the family's launches in the place of what is registered."""
-    op, cuda = part(problem.case.family, "op"), part(problem.case.family, "cuda")
+    """`function`, its launches in the place of what is registered."""
+    op, cuda = part(problem.case.recurrence, "op"), part(problem.case.recurrence, "cuda")
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         steps = flat(cuda, "steps")
         patch.setattr(op, "recurrent", flat(cuda, "recurrent"))

@@ -1,4 +1,4 @@
-"""The kernels' maps of stretches: the end of each sequence, and the sums of its gates."""
+"""The kernels' maps of spans: the end of each sequence, and the sums of its gates."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def test_ends(case: Case, bounds: list[int] | None, segments: int, monkeypatch: 
         of_float32 = [
             x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs
         ]
-        form = "matrix_ends" if case.family in MATRICES else "ends"
-        end, *sums = flat(part(case.family, "cuda"), form)(*of_float32)
+        form = "matrix_ends" if case.recurrence in MATRICES else "ends"
+        end, *sums = flat(part(case.recurrence, "cuda"), form)(*of_float32)
         expected, *truth = getattr(torch.ops.flacompose, case.ends)(*inputs)
     assert (end - expected).norm() <= 1e-5 * expected.norm()
     for x, y in zip(sums, truth, strict=True):
-        if case.family not in ("selective_scan", *MATRICES):  # not of time steps, and no matrices
+        if case.recurrence not in ("selective_scan", *MATRICES):  # not of time steps, and no matrices
             x, y = x.exp(), y.exp()
         assert (x - y).norm() <= 1e-5 * y.norm()
 

@@ -436,7 +436,7 @@ def test_bfloat16(name, autocast, layout, device):
     assert_states_close(state, after, bound)
 
 
-FAMILIES = {
+RECURRENCES = {
     "gla": "channel_decay",
     "rwkv6": "channel_decay",
     "rwkv7": "low_rank",
@@ -461,9 +461,9 @@ def op_of(name: str, form: str) -> torch._ops.OpOverload:
     if name == "mamba":  # whose op has one form
         return torch.ops.flacompose.selective_scan_forward.default
     if form == "token":
-        family = name if name in ("mlstm", "mamba3") else "slot_attention"
-        return getattr(torch.ops.flacompose, f"{family}_token").default
-    return getattr(torch.ops.flacompose, f"{operator(FAMILIES.get(name, 'head_decay'))}_{form}").default
+        recurrence = name if name in ("mlstm", "mamba3") else "slot_attention"
+        return getattr(torch.ops.flacompose, f"{recurrence}_token").default
+    return getattr(torch.ops.flacompose, f"{operator(RECURRENCES.get(name, 'head_decay'))}_{form}").default
 
 
 @pytest.mark.parametrize(
