@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.ranks import on_ranks
-from layers.truth import EVERY, build, floats, random_state, tensors
+from helpers.truth import EVERY, build, floats, random_state, tensors
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from contract.problems import Problem, Results, draw, evaluate
 from contract.recurrences import CASES
 from helpers.ranks import on_ranks
-from layers.truth import EVERY, build, tensors
+from helpers.truth import EVERY, build, tensors
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 

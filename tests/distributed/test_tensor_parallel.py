@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import on_two_ranks
-from layers.truth import EVERY, build, tensors
+from helpers.truth import EVERY, build, tensors
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 

@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.17")
 
-from .other_libraries import LIBRARIES, outcomes, write_libraries
-from .tiny import DOORS
+from helpers.other_libraries import LIBRARIES, outcomes, write_libraries
+from helpers.tiny import DOORS
 
 # One of each function that is replaced.
 NAMES = [*DOORS, "mamba"]

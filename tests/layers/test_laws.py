@@ -13,15 +13,7 @@ import pytest
 import torch
 from contract.graphs import recorded
 from helpers.operators import operator
-from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram
-from torch.utils import _pytree as pytree
-
-import flacompose
-from flacompose.layers import MLSTM, DeltaNet, RecurrentState
-from flacompose.ops._composed import logsumexp
-
-from .truth import (
+from helpers.truth import (
     ACTIVATIONS,
     BOUNDED,
     CONV,
@@ -46,6 +38,13 @@ from .truth import (
     tokens_of,
     with_floats,
 )
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
+
+import flacompose
+from flacompose.layers import MLSTM, DeltaNet, RecurrentState
+from flacompose.ops._composed import logsumexp
 
 # Mamba-3 with several keys a token differs from that with one in values, gradients and layouts, which name it below.
 CASES = {name: config for name, config in EVERY.items() if name != "mamba3 mimo"} | BOUNDED

@@ -10,13 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-import flacompose.layers
-from flacompose.layers import Mamba3, RecurrentState
-from flacompose.layers.recurrent import RecurrentLayer
-
-from .truth import (
+from helpers.truth import (
     BOUNDED,
     DISTINCT,
     EVERY,
@@ -30,6 +24,11 @@ from .truth import (
     tokens_of,
     with_floats,
 )
+from torch import Tensor, nn
+
+import flacompose.layers
+from flacompose.layers import Mamba3, RecurrentState
+from flacompose.layers.recurrent import RecurrentLayer
 
 # Tokens, and what tells the layer where they lie.
 Segment = tuple[Tensor, dict[str, Any]]

@@ -8,19 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch._dynamo
-from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export import Dim
-from torch.utils import _pytree as pytree
-
-from flacompose.layers import RecurrentState, RecurrentStates, ShortConvolution
-from flacompose.layers.recurrent import StatefulLayer
-from flacompose.models.feed_forward import RWKV6FeedForward, RWKV7FeedForward
-from flacompose.models.softmax_attention import SoftmaxAttention
-
-from .test_laws import LAYOUTS
-from .truth import (
+from helpers.truth import (
     ALIKE,
     DISTINCT,
     EVERY,
@@ -36,6 +24,18 @@ from .truth import (
     tensors,
     tokens_of,
 )
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim
+from torch.utils import _pytree as pytree
+
+from flacompose.layers import RecurrentState, RecurrentStates, ShortConvolution
+from flacompose.layers.recurrent import StatefulLayer
+from flacompose.models.feed_forward import RWKV6FeedForward, RWKV7FeedForward
+from flacompose.models.softmax_attention import SoftmaxAttention
+
+from .test_laws import LAYOUTS
 
 # With those that only models have, which are built with other arguments.
 OTHERS = {

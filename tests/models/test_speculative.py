@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.fla_weights import tokens
+from helpers.goldens import loaded
 from torch import Tensor
 from torch._dynamo.utils import counters
 
 from flacompose.layers import RecurrentStates
 from flacompose.models import RecurrentLM
 
-from .fla_weights import tokens
-from .goldens import loaded
 from .test_recurrent_lm import HYBRIDS, MODELS, VOCAB, close, small
 
 ASSISTED: dict[str, tuple[str, dict[str, Any]]] = {
