@@ -15,6 +15,9 @@ pytest.register_assert_rewrite("contract.accuracy", "contract.problems", "contra
 
 # cuBLAS asks for it under `torch.use_deterministic_algorithms`, before CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# Otherwise each process that compiles for a CPU, those that tests start too, first compiles and loads a program for
+# each of its sets of vector instructions.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
 # Triton reads the variable when it is imported, so tests of kernels in its interpreter have a run of their own.

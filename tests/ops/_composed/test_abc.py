@@ -183,7 +183,7 @@ def test_levels_of_a_static_length(T: int, levels: int, device: torch.device) ->
 
 
 @pytest.mark.usefixtures("aoti_packages_load", "few_levels")
-def test_aotinductor(device: torch.device, tmp_path) -> None:
+def test_aotinductor(device: torch.device, tmp_path, few_levels: None) -> None:
     T = Dim("T", min=2, max=16)
     tensors = inputs(device, T=7)
     with torch.no_grad():
