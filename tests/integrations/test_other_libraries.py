@@ -23,7 +23,7 @@ START = """
 import runpy, sys
 
 sys.modules["torchao"] = None
-runpy.run_module("integrations.other_libraries", run_name="__main__", alter_sys=True)
+runpy.run_module("helpers.other_libraries", run_name="__main__", alter_sys=True)
 """
 STAND_INS = {
     f"{m}.{f}" for modules in LIBRARIES.values() for m, functions in modules.items() for f in functions

@@ -108,7 +108,7 @@ CHOICES = {
     "low_rank": ["g gk a b", "gk beta erase", "g gk beta a erase", "a b erase"],
 }
 each_choice = pytest.mark.parametrize(
-    ("chosen", "names"), [(chosen, names) for chosen in CHOICES for names in CHOICES[chosen]]
+    ("scheme_name", "names"), [(x, names) for x in CHOICES for names in CHOICES[x]]
 )
 WORDS = {"before": "read", "erase": "erase"}
 
@@ -149,14 +149,14 @@ def by_tokens(
 
 @each_choice
 @pytest.mark.parametrize("HV", [2, 4], ids=["heads", "groups"])
-def test_choices_without_a_function(chosen: str, names: str, HV: int) -> None:
+def test_choices_without_a_function(scheme_name: str, names: str, HV: int) -> None:
     """Equal to the law, with gradients, in one call of the operator of the scheme, whole and in two pieces."""
     tensors, words = chosen(names, HV=HV)
     leaves = [x.requires_grad_() for x in tensors.values()]
     with recorded() as calls:
         actual = linear_recurrence(**tensors, **words, output_final_state=True)
     ((op, args, _),) = calls
-    assert op.name() == "flacompose::matrix_recurrence_chunk" and scheme(Inputs(*args)) == chosen
+    assert op.name() == "flacompose::matrix_recurrence_chunk" and scheme(Inputs(*args)) == scheme_name
     expected = by_tokens(**tensors, **words)
     gradients = [torch.autograd.grad(o.sin().sum() + S.cos().sum(), leaves) for o, S in (actual, expected)]
     for x, y in zip((*actual, *gradients[0]), (*expected, *gradients[1]), strict=True):
@@ -170,7 +170,7 @@ def test_choices_without_a_function(chosen: str, names: str, HV: int) -> None:
 
 
 @each_choice
-def test_one_row_one_token_and_packed(chosen: str, names: str) -> None:
+def test_one_row_one_token_and_packed(scheme_name: str, names: str) -> None:
     """A token is the recurrent operator; packed sequences are those that they are alone."""
     tensors, words = chosen(names, B=1)
     options = {"cu_seqlens": torch.tensor([0, 1, 1, 40]), "output_final_state": True}
@@ -185,7 +185,7 @@ def test_one_row_one_token_and_packed(chosen: str, names: str) -> None:
 
 
 @each_choice
-def test_exported_it_is_one_node_for_every_length(chosen: str, names: str) -> None:
+def test_exported_it_is_one_node_for_every_length(scheme_name: str, names: str) -> None:
     tensors, words = chosen(names, HV=4)
 
     class Module(torch.nn.Module):
