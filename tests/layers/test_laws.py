@@ -21,6 +21,7 @@ from helpers.truth import (
     EVERY,
     GLA,
     LINEAR,
+    OF_EACH_KIND,
     RETENTION,
     SHORT,
     SIMPLE_GLA,
@@ -218,7 +219,7 @@ VARIANTS = [
 ]
 LENGTHS = [70, 2, 65, 165]
 
-each_distinct_layer = pytest.mark.parametrize("config", DISTINCT.values(), ids=DISTINCT)
+each_kind_of_layer = pytest.mark.parametrize("config", OF_EACH_KIND.values(), ids=OF_EACH_KIND)
 each_case = pytest.mark.parametrize("config", CASES.values(), ids=CASES)
 each_of_layouts = pytest.mark.parametrize("config", LAYOUTS.values(), ids=LAYOUTS)
 padded_or_packed = pytest.mark.parametrize("layout", ["mask", "packed"])
@@ -495,7 +496,7 @@ def test_form(name, mode, T, form, device):
     assert {op for op, _, _ in calls} == {op_of(name, form)} | {op.default for op in before}
 
 
-@each_distinct_layer
+@each_kind_of_layer
 @torch.no_grad()
 def test_compiled_decoding(config, device, few_levels):
     """There is one graph for segments and one for tokens, whatever their order.
@@ -543,7 +544,8 @@ WITH_PADS = ("gla", "mamba2", "rwkv6", "hgrn", "abc")
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [(x, "packed") for x in DISTINCT] + [(x, "mask") for x in WITH_PADS]
+    ("name", "layout"),
+    [(x, "packed") for x in (*OF_EACH_KIND, "linear_attn")] + [(x, "mask") for x in WITH_PADS],
 )
 def test_compiled_layouts(name, layout, device, few_levels):
     """One graph does for every length, padded or packed, at batch 1, and some layers are trained in it too.
@@ -588,7 +590,8 @@ def exported(layer: nn.Module, layout: str, device: torch.device) -> ExportedPro
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *((name, layout) for name in DISTINCT for layout in ("rows", "packed")),
+        *((name, "rows") for name in DISTINCT),
+        *((name, "packed") for name in OF_EACH_KIND),
         *((name, "mask") for name in WITH_PADS),
     ],
 )
