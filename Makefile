@@ -31,7 +31,7 @@ pytest: export OMP_NUM_THREADS := 1
 pytest: export TORCHINDUCTOR_COMPILE_THREADS := 1
 pytest: $(VENV)/dev.stamp ## The test suite, then the Triton kernels under the interpreter
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --timeout 600 $(ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --timeout 600 tests/interpreter
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --timeout 600
 
 newest: export OMP_NUM_THREADS := 1
 newest: export TORCHINDUCTOR_COMPILE_THREADS := 1
@@ -40,7 +40,7 @@ newest: $(VENV)/python.stamp ## The test suite with the newest PyTorch, Triton a
 	$(NEWEST)/bin/python -m pip install --quiet --progress-bar off --upgrade --upgrade-strategy eager -e '.[demo,docs,test]'
 	$(NEWEST)/bin/python -m pip list | grep -E '^(torch|triton|transformers) '
 	$(NEWEST)/bin/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --timeout 600 $(ARGS)
-	TRITON_INTERPRET=1 $(NEWEST)/bin/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --timeout 600 tests/interpreter
+	TRITON_INTERPRET=1 $(NEWEST)/bin/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --timeout 600
 
 fit: export OMP_NUM_THREADS := 1
 fit: $(VENV)/dev.stamp ## Compile every launch for every GPU from Ampere on and see that it fits: hours of processor time

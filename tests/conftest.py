@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,31 @@ pytest.register_assert_rewrite("contract.accuracy", "contract.problems", "contra
 
 # cuBLAS asks for it under `torch.use_deterministic_algorithms`, before CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# Otherwise each process that compiles for a CPU, those that tests start too, first compiles and loads a program for
+# each of its sets of vector instructions.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+
+# Triton reads the variable when it is imported, so tests of kernels in its interpreter have a run of their own.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    from helpers.interpreter import fast_interpreter  # noqa: F401
+
+
+def is_interpreted(file: Path) -> bool:
+    return file.name.startswith("test_") and file.name.endswith("_kernels.py")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Either the tests of kernels in the interpreter are run, or all others."""
+    return True if collection_path.is_file() and is_interpreted(collection_path) != INTERPRETED else None
+
+
+def pytest_collect_file(file_path: Path) -> None:
+    if is_interpreted(file_path) and not INTERPRETED:
+        raise pytest.UsageError(
+            f"TRITON_INTERPRET=1 must be set before Triton is imported, to run {file_path.name}"
+        )
 
 
 def pytest_collection_finish() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -55,10 +56,51 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def interrupted(out: Path, text: Path, sign: str, **variables: str) -> tuple[str, str]:
+    """What a run said that got a Ctrl-C as soon as `sign` was on its standard error."""
+    process = subprocess.Popen(
+        command(out, text),
+        env=environment() | variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    )
+    progress = ""
+    assert process.stderr is not None
+    while sign not in progress:
+        character = process.stderr.read(1)
+        assert character, f"ended before {sign}: {progress}"
+        progress += character
+    process.send_signal(signal.SIGINT)
+    said, complaint = process.communicate(timeout=200)
+    complaint = progress + complaint
+    assert process.returncode == 130, complaint
+    assert "interrupted at step" in said
+    assert "Traceback" not in complaint
+    assert {path.name for path in out.iterdir()} == {"checkpoint.pt", "compiler-cache"}
+    assert f"rm -r {out} removes everything" in said
+    return said, complaint
+
+
 @pytest.fixture(scope="module")
-def full_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run from start to end: where it wrote and what it said. It leaves no file of the compiler's anywhere."""
+def first_step(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """A run that was interrupted while it compiled, and what it said. All files of the compiler are where it wrote."""
+    out, temporary = tmp_path_factory.mktemp("interrupted"), tmp_path_factory.mktemp("temporary")
+    said, complaint = interrupted(out, text, "compiling", TMPDIR=str(temporary))
+    assert not list(temporary.iterdir())
+    return out, said, complaint
+
+
+@pytest.fixture(scope="module")
+def full_run(text: Path, first_step: tuple, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run from start to end: where it wrote and what it said. It leaves no file of the compiler's anywhere.
+
+    It has the compiler's cache of another run, so that one of the two compiles.
+    """
     out, temporary = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("temporary")
+    shutil.copytree(first_step[0] / "compiler-cache", out / "compiler-cache")
     result = run(out, text, TMPDIR=str(temporary))
     assert result.returncode == 0, result.stderr
     assert not list(temporary.iterdir())
@@ -142,50 +184,22 @@ with torch.no_grad():
     assert result.returncode == 0, result.stderr
 
 
-def interrupted(out: Path, text: Path, sign: str) -> tuple[str, str]:
-    """What a run said that got a Ctrl-C as soon as `sign` was on its standard error."""
-    process = subprocess.Popen(
-        command(out, text),
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        bufsize=1,
-    )
-    progress = ""
-    assert process.stderr is not None
-    while sign not in progress:
-        character = process.stderr.read(1)
-        assert character, f"ended before {sign}: {progress}"
-        progress += character
-    process.send_signal(signal.SIGINT)
-    said, complaint = process.communicate(timeout=200)
-    complaint = progress + complaint
-    assert process.returncode == 130, complaint
-    assert "interrupted at step" in said
-    assert "Traceback" not in complaint
-    assert {path.name for path in out.iterdir()} == {"checkpoint.pt", "compiler-cache"}
-    assert f"rm -r {out} removes everything" in said
-    return said, complaint
-
-
 def test_interrupted_and_continued_equals_uninterrupted(
-    full_run: tuple[Path, str], text: Path, tmp_path: Path
+    first_step: tuple[Path, str, str], full_run: tuple[Path, str], text: Path
 ) -> None:
-    said, complaint = interrupted(tmp_path, text, "compiling")
+    path, said, complaint = first_step
     assert "still compiling: stopping after this step" in complaint
     assert "interrupted at step 1;" in said
-    said, complaint = interrupted(tmp_path, text, "training")
+    said, complaint = interrupted(path, text, "training")
     assert "stopping after this step" in complaint
     assert "continuing from step 1 " in said
-    assert torch.load(tmp_path / "checkpoint.pt")["step"] > 1
+    assert torch.load(path / "checkpoint.pt")["step"] > 1
 
-    other = run(tmp_path, text, "--lr", "0.001")
+    other = run(path, text, "--lr", "0.001")
     assert other.returncode == 1
     assert "is of a run with --lr 0.02, this one has 0.001" in other.stderr
 
-    result = run(tmp_path, text)
+    result = run(path, text)
     assert result.returncode == 0, result.stderr
     assert "continuing from step" in result.stdout
     out, uninterrupted = full_run
@@ -193,11 +207,11 @@ def test_interrupted_and_continued_equals_uninterrupted(
         assert losses(result.stdout) == pytest.approx(losses(uninterrupted), rel=0.05)
         return
     assert losses(result.stdout) == losses(uninterrupted)
-    expected, actual = exported(out), exported(tmp_path)
+    expected, actual = exported(out), exported(path)
     assert expected.keys() == actual.keys()
     for name in expected:
         assert torch.equal(expected[name], actual[name]), name
-    assert not (tmp_path / "checkpoint.pt").exists()
+    assert not (path / "checkpoint.pt").exists()
 
 
 @pytest.fixture(scope="module")

@@ -89,11 +89,11 @@ def test_torch_is_recent_enough() -> None:
     assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 
 
-@pytest.mark.parametrize("family", ["matrix", "scan", "selective_scan", "short_conv"])
-def test_schemas_have_the_inputs_in_their_order(family: str) -> None:
-    inputs = part(family, "inputs").Inputs
-    one_form = family in ("selective_scan", "short_conv")
+@pytest.mark.parametrize("recurrence", ["matrix", "scan", "selective_scan", "short_conv"])
+def test_schemas_have_the_inputs_in_their_order(recurrence: str) -> None:
+    inputs = part(recurrence, "inputs").Inputs
+    one_form = recurrence in ("selective_scan", "short_conv")
     for form in ("forward", "backward") if one_form else ("chunk", "recurrent", "backward"):
-        schema = getattr(torch.ops.flacompose, f"{operator(family)}_{form}").default._schema
+        schema = getattr(torch.ops.flacompose, f"{operator(recurrence)}_{form}").default._schema
         names = tuple(argument.name for argument in schema.arguments)
         assert names == inputs._fields + ("do", "d_final_state", "output_mask") * (form == "backward")

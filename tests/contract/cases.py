@@ -43,12 +43,12 @@ def every(cases: Iterable[OpCase] = CASES) -> pytest.MarkDecorator:
 
 
 def given(case: OpCase) -> tuple[str, frozenset[str]]:
-    """The family, and the arguments that its operator gets."""
-    return case.family, frozenset(case.operands.get(name, name) for name in (*case.inputs, *case.gates))
+    """The recurrence, and the arguments that its operator gets."""
+    return case.recurrence, frozenset(case.operands.get(name, name) for name in (*case.inputs, *case.gates))
 
 
-# On a CPU both forms of a family run the same code under two names, as test_forms shows. So there the entries are left
-# out whose form is "recurrent" and whose arguments an entry of the other form has, with heads in as large groups.
+# On a CPU both forms of a recurrence run the same code under two names, as test_forms shows. So there the entries are
+# left out whose form is "recurrent" and whose arguments an entry of the other form has, with heads in as large groups.
 CHUNKED = [case for case in CASES if case.form != "recurrent"]
 DISTINCT = [
     case
@@ -75,7 +75,30 @@ each_op_of_two_forms = every(TWO_FORMS)
 ONE_EACH = [*{(case.reference, *case.renamed): case for case in reversed(NAMED.values())}.values()]
 INDUCTOR = [case for case in CASES if case.inductor]
 one_op_a_form = every(INDUCTOR)
-# On a CPU both forms of a family run the same code under two names.
 one_op_a_form_of_kernels = every(
-    [case for case in INDUCTOR if case.form != "recurrent" or torch.cuda.is_available()]
+    INDUCTOR if torch.cuda.is_available() else [x for x in INDUCTOR if x in CHUNKED]
 )
+
+
+def of_operators(case: OpCase) -> tuple[object, ...]:
+    """What the compiler, exports and sharding see of a call: its operators, and PyTorch's around them."""
+    return (
+        case.recurrence,
+        case.nodes,
+        case.before[:1],
+        case.prepared,
+        len(case.states),
+        case.other_ops is None,
+    )
+
+
+# One entry of each such call, for tests of operators. A graph for a GPU has the kernels of a call in it, so that there
+# each recurrence is another.
+CALLS = {of_operators(case): case for case in reversed(NAMED.values())}
+CALLS_OF_OPERATORS = ONE_EACH if torch.cuda.is_available() else [*CALLS.values()]
+each_call_of_operators = every([case for case in CALLS_OF_OPERATORS if case in DISTINCT])
+# To Inductor an operator on a CPU is a call of no known code.
+OPERATORS = {case.forward: case for case in reversed(INDUCTOR) if case.form != "recurrent"}
+one_op_a_graph = every(INDUCTOR if torch.cuda.is_available() else OPERATORS.values())
+# On a GPU the losses of each input go through other launches.
+LOSSES = ["o", "state", "both"] if torch.cuda.is_available() else ["both"]

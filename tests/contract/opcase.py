@@ -1,4 +1,4 @@
-"""What the tests have to know about a recurrence, most of which follows from the signature of its family's operator."""
+"""What the tests have to know about a recurrence, most of which follows from the signature of its operator."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class OpCase:
     function: Function
     other: Function | None  # the same function in the other form
     reference: Reference
-    family: str
-    form: str  # of the family's op: "chunk" or "recurrent", or "forward" where there is one form
+    recurrence: str
+    form: str  # of the operator: "chunk" or "recurrent", or "forward" where there is one form
     operands: Mapping[str, str]  # by argument, the name that the registered op has for it
     gates: Mapping[str, Axes]  # the axes of the log decays, by argument
     # The axes of all other inputs but the state. The first is compared with the others.
@@ -54,24 +54,24 @@ class OpCase:
     empty: Mapping[str, float] = field(default_factory=dict)  # states before any token that are not zeros
     groups: int = 1  # how many HV, or HQ, share one of H
     nodes: int = 1  # calls of the registered op
-    before: Axes = ()  # ops of other families that a call begins with
+    before: Axes = ()  # operators of other recurrences that a call begins with
     prepared: bool = False  # whether arguments of the op are products of inputs
     softplus: bool = (
         False  # whether they are made with softplus, whose decomposition in graphs rounds otherwise
     )
     # PyTorch's operations that a graph of the call has besides the registered op, with and without a state. None: many.
     other_ops: Axes | None = ()
-    inductor: bool = False  # stands for its family in tests that compile C++
+    inductor: bool = False  # stands for its operator in tests that compile C++
 
     @property
     def forward(self) -> str:
         """The registered op that a call is made of."""
-        return f"{operator(self.family)}_{self.form}"
+        return f"{operator(self.recurrence)}_{self.form}"
 
     @property
     def backward(self) -> str:
         """The registered op of the gradient."""
-        return f"{operator(self.family)}_backward"
+        return f"{operator(self.recurrence)}_backward"
 
     @property
     def ops(self) -> list[str]:
@@ -188,7 +188,7 @@ DRAWS: Mapping[str, Mapping[str, Draw]] = {
     "low_rank": {"a": unit_vectors, "b": lambda x: unit_vectors(x) / 8},
     "selective_scan": {"dt": lambda x: F.softplus(x - 1), "A": lambda x: -x.exp()},
 }
-# Per token and element of the state, 4 in the other families.
+# Per token and element of the state, 4 in the other recurrences.
 FLOPS = {"delta_rule": 6, "low_rank": 8, "scan": 2, "rg_lru": 7, "short_conv": 2, "selective_scan": 7}
 
 
@@ -196,7 +196,7 @@ def entry(
     name: str,
     function: Function,
     other: Function | None,
-    family: str,
+    recurrence: str,
     arguments: str,
     *,
     axes: Mapping[str, str] = {},
@@ -208,11 +208,15 @@ def entry(
 ) -> OpCase:
     """The recurrence with this `function`, whose form its name says; `other` is the function of the other form, if any.
 
-    The `arguments` are those of the function: `g=gk` is its `g`, which the family's operator has as `gk`. What is not
+    The `arguments` are those of the function: `g=gk` is its `g`, which the operator has as `gk`. What is not
     given follows from the signature of the operator. So `axes` are given of arguments that the operator lacks, or has
     with other axes, and `gates` are those that do not have the name of one.
     """
-    signature, drawn, known_axes = part(family, "inputs").SIGNATURE, DRAWS.get(family, {}), axes_of(family)
+    signature, drawn, known_axes = (
+        part(recurrence, "inputs").SIGNATURE,
+        DRAWS.get(recurrence, {}),
+        axes_of(recurrence),
+    )
     operands = {x.split("=")[0]: x.split("=")[-1] for x in arguments.split()}
     known = {x: tuple((axes.get(x) or known_axes[y]).split()) for x, y in operands.items()}
     decays = [x for x, y in operands.items() if y in GATES or x in gates]
@@ -222,22 +226,22 @@ def entry(
     output = next(x for x in known_axes if known_axes[x] == known_axes["o"])
     states = states or {"initial_state": known_axes["initial_state"]}
     followed: dict[str, Any] = {
-        "reference": reference(family),
+        "reference": reference(recurrence),
         "form": "recurrent" if "recurrent" in name else "chunk" if "chunk" in name else "forward",
         "output": next((x for x, y in operands.items() if y == output), None),
         "any_dtype": any_dtype,
         "not_cast": any_dtype,
         "scaled": "scale" in signature.inputs._fields,
-        "flops": FLOPS.get(family, 4),
+        "flops": FLOPS.get(recurrence, 4),
     }
     fields = followed | fields
-    if family == "delta_rule":
+    if recurrence == "delta_rule":
         fields.setdefault("uncancelled", without_overwriting(fields["reference"]))
     return OpCase(
         name,
         function,
         other,
-        family=family,
+        recurrence=recurrence,
         operands=operands,
         gates={x: known[x] for x in decays},
         inputs=inputs,

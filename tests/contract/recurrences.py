@@ -23,7 +23,7 @@ from .opcase import Function, OpCase, State, entry, without_overwriting
 
 delta_rule = partial(matrix_recurrence, delta_rule=True)
 
-# References and functions whose arguments differ from those of a family's. Their own have the names of operands.
+# References and functions whose arguments differ from those of an operator. Their own have the names of operands.
 
 
 def gla_by_tokens(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options) -> tuple[Tensor, State | None]:
@@ -276,11 +276,16 @@ chunk, recurrent = partial(direct, form="chunk"), partial(direct, form="recurren
 OF_SLOTS = {"q": "B T HQ K", "s": "B T H M", "g": "B T H M"}
 SLOTS = {"initial_state[0]": "N H K M", "initial_state[1]": "N H M V"}
 slots = partial(
-    entry, family="channel_decay", axes=OF_SLOTS, output_axes="B T HQ V", reference=slot_attention, nodes=2
+    entry,
+    recurrence="channel_decay",
+    axes=OF_SLOTS,
+    output_axes="B T HQ V",
+    reference=slot_attention,
+    nodes=2,
 )
 OF_STEPS = {"k": "B T R H K", "v": "B T R HV V", "beta": "B T R HV"}
 exponential = partial(
-    entry, family="normalizer", arguments="q k v=x i=beta f=g", reference=mlstm, groups=2,
+    entry, recurrence="normalizer", arguments="q k v=x i=beta f=g", reference=mlstm, groups=2,
     draws={"f": before_sigmoid}, other_ops=None,
     flops=3,  # 4 for each element but those of m
     states={"initial_state[0]": "N HV K V", "initial_state[1]": "N HV K", "initial_state[2]": "N HV"},
@@ -288,25 +293,25 @@ exponential = partial(
     uncancelled=partial(mlstm, constant_weight=True),
 )  # fmt: skip
 product = partial(
-    entry, family="delta_rule", arguments="q k v beta g", axes=OF_STEPS, reference=delta_product,
+    entry, recurrence="delta_rule", arguments="q k v beta g", axes=OF_STEPS, reference=delta_product,
     # A strong gate is computed with those of the steps that do not decay, whose gradients are far larger.
     uncancelled=without_overwriting(partial(delta_product, every_step=True)), flops=12, other_ops=None,
 )  # fmt: skip
 two_keys = partial(
-    entry, family="delta_rule", arguments="q k v b w g=gk", axes={"b": "B T H K", "w": "B T HV V"},
+    entry, recurrence="delta_rule", arguments="q k v b w g=gk", axes={"b": "B T H K", "w": "B T HV V"},
     draws={"b": torch.sigmoid, "w": torch.sigmoid}, any_dtype=("b", "w"), not_cast=("b", "w"),
     reference=gdn2, other_ops=None, prepared=True,
 )  # fmt: skip
 comba = partial(
     entry,
-    family="delta_rule",
+    recurrence="delta_rule",
     arguments="q k v p=a beta g",
     groups=2,
     draws={"beta": torch.sigmoid},
     reference=partial(delta_rule, read_before=True),
 )
 mean = partial(
-    entry, family="rwkv4", arguments="v k u w", gates=("w",), reference=wkv,
+    entry, recurrence="rwkv4", arguments="v k u w", gates=("w",), reference=wkv,
     states={"initial_state[0]": "N D", "initial_state[1]": "N D", "initial_state[2]": "N D"},
     draws={"initial_state": lambda x: x.abs() + 0.1},  # sums of weights are above 0
     empty={"initial_state[2]": -1e38}, flops=3, other_ops=None,

@@ -24,7 +24,7 @@ from .problems import draw, evaluate
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU")
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
-# Of the families whose configurations depend on the chip, with each kind of gates.
+# Of the recurrences whose configurations depend on the chip, with each kind of gates.
 NAMES = (
     "chunk_gla",
     "bonus-chunk-gk-gv",

@@ -19,7 +19,7 @@ from flacompose.ops import chunk_gla
 from flacompose.ops._composed import logsumexp
 
 from .accuracy import assert_close
-from .cases import DISTINCT, INDUCTOR, ONE_EACH, SSD, OpCase, every, one_op_a_form, one_op_a_form_of_kernels
+from .cases import CALLS_OF_OPERATORS, INDUCTOR, ONE_EACH, SSD, OpCase, every, one_op_a_form, one_op_a_graph
 from .problems import Problem, Results, call, draw, evaluate
 
 LENGTHS = [64, 2, 65, 165]
@@ -66,7 +66,7 @@ def exactness(case: OpCase, device: torch.device) -> float:
 
 @pytest.mark.parametrize(
     ("case", "B", "dynamic"),
-    [(case, 1, True) for case in DISTINCT] + [(case, 2, None) for case in ONE_EACH],
+    [(case, 1, True) for case in ONE_EACH] + [(case, 2, None) for case in CALLS_OF_OPERATORS],
     ids=lambda x: x.name if isinstance(x, OpCase) else str(x),
 )
 @one_graph
@@ -89,7 +89,7 @@ def test_one_graph_for_every_length(case: OpCase, B: int, dynamic: bool | None, 
 
 @pytest.mark.parametrize(
     ("case", "N"),
-    [(case, 5) for case in DISTINCT] + [(case, 1) for case in ONE_EACH if case in DISTINCT],
+    [(case, 5) for case in CALLS_OF_OPERATORS] + [(case, 1) for case in INDUCTOR],
     ids=lambda x: x.name if isinstance(x, OpCase) else str(x),
 )
 @one_graph
@@ -103,7 +103,7 @@ def test_one_graph_for_every_packing(case: OpCase, N: int, device: torch.device)
     assert counter.frame_count == 1
 
 
-@one_op_a_form_of_kernels
+@one_op_a_graph
 @one_graph
 def test_training_through_inductor(case: OpCase, device: torch.device) -> None:
     compiled = torch.compile(layered(case), fullgraph=True, dynamic=True)
@@ -122,7 +122,7 @@ def test_packed_training_through_inductor(case: OpCase, device: torch.device) ->
         assert_close(run(problem, compiled), run(problem, layered(case)), 1e-5)
 
 
-@one_op_a_form_of_kernels
+@one_op_a_graph
 def test_static_inference_through_inductor(case: OpCase, device: torch.device) -> None:
     problem = draw(case, device, torch.bfloat16, T=65)
     compiled = torch.compile(plain(case), fullgraph=True)

@@ -18,7 +18,7 @@ from flacompose.layers import GatedLinearAttention
 from flacompose.ops import chunk_mlstm, chunk_simple_gla
 from flacompose.ops._arguments import require
 
-from .cases import CASES, ONE_EACH, OpCase, each_op, every
+from .cases import CALLS_OF_OPERATORS, CASES, OpCase, each_op, every
 from .graphs import recorded
 from .problems import Problem, call, call_named, draw, named
 
@@ -251,7 +251,7 @@ def test_scale(case: OpCase, device: torch.device) -> None:
         refused(problem, ValueError, f"scale must be finite, got {wrong}", scale=wrong)
 
 
-@every([case for case in ONE_EACH if case.scaled])
+@every([case for case in CALLS_OF_OPERATORS if case.scaled and case.nodes == 1])
 def test_scale_under_the_compiler(case: OpCase, device: torch.device) -> None:
     """Traced with a scale that is a symbol: there it is not known to be finite, and asking breaks no graph."""
     problem = draw(case, device, T=5)

@@ -16,7 +16,7 @@ from torch.export import Dim, ExportedProgram, export
 from torch.fx import GraphModule
 
 from .accuracy import assert_close, assert_equal
-from .cases import DISTINCT, INDUCTOR, ONE_EACH, OpCase, each_op
+from .cases import CALLS_OF_OPERATORS, DISTINCT, INDUCTOR, OPERATORS, OpCase, each_call_of_operators, each_op
 from .graphs import op_arguments, op_nodes, other_ops
 from .problems import Problem, Results, call, draw
 
@@ -114,7 +114,7 @@ def test_one_node_at_every_length(case: OpCase, device: torch.device) -> None:
                 assert_equal(actual, expected)
 
 
-@each_op
+@each_call_of_operators
 def test_an_absent_state_leaves_nothing(case: OpCase, device: torch.device) -> None:
     problem = draw(case, device, T=37, state=False)
     check_node(exported(problem, T=T).run_decompositions().graph_module, problem)
@@ -145,7 +145,8 @@ def test_graphs_of_training(case: OpCase) -> None:
 
 @pytest.mark.parametrize(
     ("case", "any_number"),
-    [(case, True) for case in DISTINCT] + [(case, False) for case in ONE_EACH if case in DISTINCT],
+    [(case, True) for case in CALLS_OF_OPERATORS if case in DISTINCT]
+    + [(case, False) for case in OPERATORS.values()],
     ids=lambda x: x.name if isinstance(x, OpCase) else "any number" if x else "one",
 )
 def test_packed(case: OpCase, any_number: bool, device: torch.device) -> None:
@@ -173,8 +174,7 @@ class Calls(nn.Module):
 
 
 # On a GPU each op is a program of its own, whose failures have nothing to do with those of others.
-CHUNKED = [case for case in INDUCTOR if case.form != "recurrent"]
-PROGRAMS = [[case] for case in INDUCTOR] if torch.cuda.is_available() else [CHUNKED]
+PROGRAMS = [[case] for case in INDUCTOR] if torch.cuda.is_available() else [[*OPERATORS.values()]]
 
 
 @pytest.mark.parametrize("cases", PROGRAMS, ids=lambda cases: cases[0].name if len(cases) == 1 else "all")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from .accuracy import assert_accurate, assert_equal
-from .cases import OpCase, each_op, each_op_and_mamba
+from .cases import LOSSES, OpCase, each_op, each_op_and_mamba
 from .problems import call, draw, evaluate
 
 LENGTHS = {
@@ -58,7 +58,7 @@ def test_what_a_tail_holds_changes_nothing(
 
 
 @each_op
-@pytest.mark.parametrize("loss", ["o", "state", "both"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_packed_without_initial_state(case: OpCase, loss: str, device: torch.device) -> None:
     problem = draw(
         case, device, torch.bfloat16, lengths=[0, 70, 1, 0, 64], tail=70, state=False, gates="rare"

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from flacompose.ops import fused_recurrent_gsa, fused_recurrent_mlstm
 
 from .accuracy import assert_accurate, assert_close, assert_equal
-from .cases import MAMBA3_MIMO, NAMED, SELECTIVE_GROUPS, OpCase, each_op, every
+from .cases import CASES, LOSSES, MAMBA3_MIMO, NAMED, SELECTIVE_GROUPS, OpCase, each_op, every
 from .graphs import recorded
 from .problems import Problem, call, draw, evaluate, permuted, side_by_side, tokens_last
 
@@ -103,12 +103,12 @@ def test_inputs_are_unchanged_and_outputs_new(
         assert not set(new) & set(used), f"{op} returns an input's memory"
 
 
-@every()
-def test_memory_is_free_when_a_call_returns(case: OpCase, device: torch.device) -> None:
+@pytest.mark.parametrize("cases", [CASES] if not torch.cuda.is_available() else [[case] for case in CASES])
+def test_memory_is_free_when_a_call_returns(cases: list[OpCase], device: torch.device) -> None:
     """On CUDA also after the second call, which is recorded, and the third, which repeats it."""
-    problem = draw(case, device)
     calls = 3 if device.type == "cuda" else 1
-    assert in_cycles(lambda: [evaluate(problem) for _ in range(calls)]) == set()
+    problems = [draw(case, device) for case in cases]
+    assert in_cycles(lambda: [evaluate(problem) for problem in problems for _ in range(calls)]) == set()
 
 
 OTHER_PROGRAMS = {"short_conv", "selective_scan", "head_decay", "normalizer"}
@@ -124,7 +124,7 @@ def test_only_what_requires_a_gradient_gets_one(case: OpCase, device: torch.devi
         torch.autograd.backward([o, state], [problem.do, problem.d_final_state])
         assert [n for n, x in tensors.items() if x.grad is not None] == [name]
         one, among_all = tensors[name].grad, every[f"d{name}"]
-        if device.type == "cuda" and case.family in OTHER_PROGRAMS:
+        if device.type == "cuda" and case.recurrence in OTHER_PROGRAMS:
             # Their kernel of fewer results is another program, which may add in another order.
             torch.testing.assert_close(one, among_all, rtol=1e-5, atol=1e-6)
         else:
@@ -174,7 +174,7 @@ def nan_in_new_memory() -> Iterator[None]:
 @pytest.mark.parametrize("lengths", [None, [0, 20, 1, 0, 64, 0]], ids=["dense", "packed"])
 @pytest.mark.parametrize(
     ("dtype", "loss"),
-    [(torch.float32, "o"), (torch.float32, "state"), (torch.float32, "both"), (torch.bfloat16, "both")],
+    [*((torch.float32, loss) for loss in LOSSES), (torch.bfloat16, "both")],
     ids=str,
 )
 def test_all_memory_is_written(
@@ -258,8 +258,8 @@ def test_nothing_is_read_on_the_host(
         evaluate(on_meta(problem))
         assert len(calls) == len(case.ops + case.backward_ops)
         for op, args, _ in list(calls):
-            family, form = op._opname.rsplit("_", 1)
-            flat(part(family, "eager"), "backward" if form == "backward" else "forward")(*args)
+            recurrence, form = op._opname.rsplit("_", 1)
+            flat(part(recurrence, "eager"), "backward" if form == "backward" else "forward")(*args)
 
 
 @each_op

@@ -14,13 +14,13 @@ from flacompose.ops import chunk_hgrn, chunk_simple_gla
 from flacompose.ops._composed import logsumexp
 
 from .accuracy import assert_close, assert_equal
-from .cases import MAMBA3, ONE_EACH, OpCase, every
+from .cases import CALLS_OF_OPERATORS, MAMBA3, OpCase, every
 from .problems import Problem, draw, evaluate
 
 Function = Callable[[dict[str, Tensor], Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 # Mamba-3 is made of head decay and the scan: a program of its layer is tested in tests/layers/test_sizes.py.
-one_of_each = every([case for case in ONE_EACH if case is not MAMBA3])
+one_of_each = every([case for case in CALLS_OF_OPERATORS if case is not MAMBA3])
 each_layout = pytest.mark.parametrize("layout", ["rows", "packed"])
 unknown_sizes = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, error_on_recompile=True)
 

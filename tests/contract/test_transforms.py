@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .accuracy import assert_close as assert_results_close
 from .accuracy import assert_equal
-from .cases import DISTINCT, ONE_EACH, OpCase, each_gated_op, each_op, every
+from .cases import CALLS_OF_OPERATORS, DISTINCT, OpCase, each_gated_op, each_op, every
 from .graphs import recorded
 from .problems import Problem, call, call_reference, draw, evaluate, permuted
 
@@ -36,7 +36,7 @@ def of_inputs(problem: Problem, function):
 
 
 # Differences of numbers see that the stabiliser of exponentials is no constant.
-each_without_stabiliser = every([case for case in DISTINCT if not case.before and case.family != "rwkv4"])
+each_without_stabiliser = every([case for case in DISTINCT if not case.before and case.recurrence != "rwkv4"])
 
 
 @each_without_stabiliser
@@ -229,7 +229,7 @@ def test_flops(case: OpCase, device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     ("case", "layout", "lengths"),
-    [(case, "permuted", [2, 0, 1]) for case in DISTINCT] + [(case, "contiguous", None) for case in ONE_EACH],
+    [(case, *how) for case in CALLS_OF_OPERATORS for how in (("permuted", [2, 0, 1]), ("contiguous", None))],
     ids=lambda x: x.name if isinstance(x, OpCase) else "packed" if isinstance(x, list) else str(x),
 )
 def test_opcheck(case: OpCase, layout: str, lengths: list[int] | None, device: torch.device) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from contract.problems import Problem, Results, draw, evaluate
 from contract.recurrences import CASES
 from helpers.ranks import on_ranks
-from layers.truth import EVERY, build, tensors
+from helpers.truth import EVERY, build, tensors
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,7 +28,7 @@ from flacompose.ops._parallel.ranks import Ranks, bounds_of_rank, shared
 CUTS = {2: (0, 31, 70), 3: (0, 0, 69, 70), 4: (0, 30, 31, 31, 70)}
 
 
-def stretch_of(mesh: DeviceMesh, T: int) -> slice:
+def tokens_of_rank(mesh: DeviceMesh, T: int) -> slice:
     """This rank's part of ``T`` tokens."""
     rank, cuts = mesh.get_local_rank(), [cut * T // 70 for cut in CUTS[mesh.size()]]
     return slice(cuts[rank], cuts[rank + 1])
@@ -54,7 +54,7 @@ def is_of_tokens(problem: Problem, name: str) -> bool:
 def of_a_rank(problem: Problem, mesh: DeviceMesh) -> Results:
     """What a rank finds. Of the gradient of the final state it gets its share."""
     case, T, n = problem.case, problem.first.shape[1], mesh.size()
-    own = stretch_of(mesh, T)
+    own = tokens_of_rank(mesh, T)
     parts = case.at(own, problem.tensors, "T")
     given = {
         name: (parts if is_of_tokens(problem, name) else problem.tensors)[name] for name in problem.tensors
@@ -81,7 +81,7 @@ def functions(mesh: DeviceMesh, cases: Sequence[Any]) -> None:
                 case, torch.device("cpu"), torch.float64, lengths=lengths, tail=tail, gates=gates, **sizes
             )
             whole, found = evaluate(problem), of_a_rank(problem, mesh)
-            own = stretch_of(mesh, problem.first.shape[1])
+            own = tokens_of_rank(mesh, problem.first.shape[1])
             for name, expected in whole.items():
                 x, leaf = found[name], name[1:]
                 if name == "o":
@@ -122,7 +122,7 @@ def positive(state: Any) -> Any:
 
 def more_functions(mesh: DeviceMesh) -> None:
     T, n = 70, mesh.size()
-    cu, own = torch.tensor([0, 20, 20, 31, 31, 67]), stretch_of(mesh, 70)
+    cu, own = torch.tensor([0, 20, 20, 31, 31, 67]), tokens_of_rank(mesh, 70)
     torch.manual_seed(0)
     for function, inputs, of_start, of_end in by_themselves(T):
         name = function.__name__
@@ -160,7 +160,7 @@ def more_functions(mesh: DeviceMesh) -> None:
 def layers(mesh: DeviceMesh, configs: Mapping[str, Any]) -> None:
     """In rows, packed, and with pads anywhere, from any state."""
     T, n = 14, mesh.size()
-    own = stretch_of(mesh, T)
+    own = tokens_of_rank(mesh, T)
     for name, config in configs.items():
         torch.manual_seed(0)
         layer = build(config, dtype=torch.float64)
@@ -396,7 +396,7 @@ def test_edges() -> None:
 
 
 CHUNKED = [case for case in CASES if case.form != "recurrent"]
-# One of each family, whose maps of states and kinds of gathers differ.
+# One of each recurrence, whose maps of states and kinds of gathers differ.
 SOME = {"chunk_rwkv6", "chunk_simple_gla-g-beta", "chunk_mlstm", "chunk_hgrn", "selective_scan_fn", "chunk_kda",
         "chunk_rwkv7", "chunk_gsa", "causal_conv1d"}  # fmt: skip
 SOME_LAYERS = {"gla", "mamba3", "rwkv7", "kda", "abc"}

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from layers.truth import EVERY, made
 from torch import Tensor, nn
 
 from flacompose.models import RecurrentConfig, RecurrentLM
+from helpers.truth import EVERY, made
 
 # Every layer, those with first values of their own, and models with every kind of module that layers do not have. Sizes
 # are such that no parameter that is drawn has fewer numbers than the comparison needs.

@@ -1,4 +1,4 @@
-"""Every launch of every family, recorded without a GPU, and compiled for one that need not be there."""
+"""Every launch of every recurrence, recorded without a GPU, and compiled for one that need not be there."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def tables_of(chip: Chip) -> Iterator[None]:
 
 
 class Call(NamedTuple):
-    """A call of what an operator launches: a function of its family, the operator's name, and the arguments."""
+    """A call of what an operator launches: a function of its recurrence, the operator's name, and the arguments."""
 
     at: str
     function: Any
@@ -226,15 +226,15 @@ def _masks(names: str, *wanted: str) -> Iterator[list[bool]]:
 
 
 def _calls(
-    at: str, family: Any, args: tuple[Any, ...], do: Tensor, masks: Iterable[list[bool]], *states: Tensor
+    at: str, recurrence: Any, args: tuple[Any, ...], do: Tensor, masks: Iterable[list[bool]], *states: Tensor
 ) -> Iterator[Call]:
-    """All forms of a family, and its backward for each of `masks`; there, gradients of `do` and of `states` arrive."""
-    name = family.__name__.split(".")[-2]
+    """All forms of a recurrence, and its backward for each of `masks`, where gradients of `do` and `states` arrive."""
+    name = recurrence.__name__.split(".")[-2]
     for form, more in ("forward", ()), ("chunk", ()), ("recurrent", ()), ("steps", (3, 1)), ("ends", ()):
-        if hasattr(family, form):
-            yield Call(at, flat(family, form), f"{name}_{form}", (*args, *more))
+        if hasattr(recurrence, form):
+            yield Call(at, flat(recurrence, form), f"{name}_{form}", (*args, *more))
     for mask in masks:
-        yield Call(at, flat(family, "backward"), f"{name}_backward", (*args, do, *states, mask))
+        yield Call(at, flat(recurrence, "backward"), f"{name}_backward", (*args, do, *states, mask))
 
 
 def _calls_of_matrix(at: str, masks: Iterable[str], state: Tensor, **given: Any) -> Iterator[Call]:
@@ -258,7 +258,7 @@ def _described(dtype: torch.dtype, T: Size, bounds: Size | None, *sizes: str) ->
 
 
 def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | None = None) -> Iterator[Call]:
-    """The families whose state is a matrix, with every gate that they take.
+    """The recurrences whose state is a matrix, with every gate that they take.
 
     Of packed sequences there are as many `bounds` as ``cu_seqlens`` has numbers.
     """
@@ -382,7 +382,7 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
 
 
 def other_calls(dtype: torch.dtype, T: Size, bounds: Size | None = None) -> Iterator[Call]:
-    """The families whose state is no matrix."""
+    """The recurrences whose state is no matrix."""
     at = _described(dtype, T, bounds)
     cu_seqlens = None if bounds is None else new(bounds, dtype=torch.int64)
     rows = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1

@@ -27,25 +27,25 @@ CHOICES = {"delta_rule": {"delta_rule": True}, "low_rank": {"read_before": True}
 SHARES_HEADS = ("head_decay", "delta_rule")
 
 
-def part(family: str, name: str) -> ModuleType:
-    of_matrix = family in (*SCHEMES, operator("matrix"))
-    return import_module(f"{PACKAGES['matrix' if of_matrix else family]}.{name}")
+def part(recurrence: str, name: str) -> ModuleType:
+    of_matrix = recurrence in (*SCHEMES, operator("matrix"))
+    return import_module(f"{PACKAGES['matrix' if of_matrix else recurrence]}.{name}")
 
 
-def operator(family: str) -> str:
+def operator(recurrence: str) -> str:
     """The first part of the names of the operators."""
-    return "matrix_recurrence" if family in (*SCHEMES, "matrix") else family
+    return "matrix_recurrence" if recurrence in (*SCHEMES, "matrix") else recurrence
 
 
-def reference(family: str) -> Callable[..., Any]:
-    function = getattr(part(family, "reference"), operator(family))
-    return partial(function, **CHOICES[family]) if family in CHOICES else function
+def reference(recurrence: str) -> Callable[..., Any]:
+    function = getattr(part(recurrence, "reference"), operator(recurrence))
+    return partial(function, **CHOICES[recurrence]) if recurrence in CHOICES else function
 
 
-def axes(family: str) -> dict[str, str]:
+def axes(recurrence: str) -> dict[str, str]:
     """The axes of arguments and results. Only some schemes share heads of queries and keys."""
-    of_operator = part(family, "inputs").SIGNATURE.axes
-    shared = family not in SCHEMES or family in SHARES_HEADS
+    of_operator = part(recurrence, "inputs").SIGNATURE.axes
+    shared = recurrence not in SCHEMES or recurrence in SHARES_HEADS
     return {x: y if shared else y.replace("HV", "H") for x, y in of_operator.items()}
 
 

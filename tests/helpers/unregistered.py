@@ -1,4 +1,4 @@
-"""What a family launches, as a function that PyTorch differentiates, without its registered operators."""
+"""What a recurrence launches, as a function that PyTorch differentiates, without its registered operators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from helpers.operators import flat, part
 
 
 class Launched(torch.autograd.Function):
-    """The forward of one form and the shared backward of a family, without registration.
+    """The forward of one form and the shared backward of a recurrence, without registration.
 
     The first `differentiable` arguments may have gradients.
     """
@@ -47,19 +47,19 @@ def launch_of(cuda: ModuleType, form: str, differentiable: int) -> Callable[...,
 
 def launch_one_token(patch: pytest.MonkeyPatch) -> None:
     """The launches of slot attention and mLSTM in the place of their ops, which are those of one token."""
-    for family in ("slot_attention", "mlstm"):
-        op = part(family, "op")
+    for recurrence in ("slot_attention", "mlstm"):
+        op = part(recurrence, "op")
         differentiable = op.Inputs._fields.index("scale")
-        patch.setattr(op, "token", launch_of(part(family, "cuda"), "token", differentiable))
+        patch.setattr(op, "token", launch_of(part(recurrence, "cuda"), "token", differentiable))
 
 
 def launched(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """The op on the problem's inputs, the family's launches in the place of what is registered."""
+    """The op on the problem's inputs, its launches in the place of what is registered."""
     case = problem.case
     with pytest.MonkeyPatch.context() as patch:
-        op = part(case.family, "op")
+        op = part(case.recurrence, "op")
         for form in {"chunk", "recurrent", "forward"} & {*vars(op)}:
             differentiable = len(op.SIGNATURE.differentiable)
-            patch.setattr(op, form, launch_of(part(case.family, "cuda"), form, differentiable))
+            patch.setattr(op, form, launch_of(part(case.recurrence, "cuda"), form, differentiable))
         launch_one_token(patch)
         return call(problem, **tensors)

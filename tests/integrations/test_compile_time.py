@@ -9,8 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-from .tiny import DOORS
+from helpers.tiny import DOORS
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +20,7 @@ LIMIT_S = 240
 def taken(name: str, mode: str, caches: Path) -> list[tuple[int, float, int]]:
     """The length, the seconds of the first call and the number of graphs so far, of each length that was reached."""
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(caches / f"{name}-{mode}")}
-    command = [sys.executable, "-m", "integrations.compile_time", name, mode]
+    command = [sys.executable, "-m", "helpers.compile_time", name, mode]
     try:
         done = subprocess.run(
             command, cwd=Path(__file__).parents[1], env=env, capture_output=True, text=True, timeout=LIMIT_S

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.ranks import on_ranks
+from helpers.tiny import tiny
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental._attention import _cp_options
@@ -16,8 +17,6 @@ from torch.distributed.tensor.experimental._attention import _cp_options
 from flacompose.distributed import context_parallel
 from flacompose.integrations.transformers import enable
 from flacompose.ops._parallel.ranks import Ranks, of_all
-
-from .tiny import tiny
 
 plain = F.scaled_dot_product_attention
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.capture import Uncached, cache_argument, cache_of, captured, ops_of, prompt
+from helpers.tiny import DOORS, tiny
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
-
-from .capture import Uncached, cache_argument, cache_of, captured, ops_of, prompt
-from .tiny import DOORS, tiny
 
 StaticCache = pytest.importorskip("transformers", minversion="5.17").StaticCache
 

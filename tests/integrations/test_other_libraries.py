@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.17")
 
-from .other_libraries import LIBRARIES, outcomes, write_libraries
-from .tiny import DOORS
+from helpers.other_libraries import LIBRARIES, outcomes, write_libraries
+from helpers.tiny import DOORS
 
 # One of each function that is replaced.
 NAMES = [*DOORS, "mamba"]
@@ -23,7 +23,7 @@ START = """
 import runpy, sys
 
 sys.modules["torchao"] = None
-runpy.run_module("integrations.other_libraries", run_name="__main__", alter_sys=True)
+runpy.run_module("helpers.other_libraries", run_name="__main__", alter_sys=True)
 """
 STAND_INS = {
     f"{m}.{f}" for modules in LIBRARIES.values() for m, functions in modules.items() for f in functions

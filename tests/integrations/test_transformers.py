@@ -17,11 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-from flacompose import ops
-
-from .capture import (
+from helpers.capture import (
     EXPORTED,
     PACKAGED,
     InFloat64,
@@ -39,7 +35,10 @@ from .capture import (
     packaged,
     prompt,
 )
-from .tiny import DOORS, TINY, tiny
+from helpers.tiny import DOORS, TINY, tiny
+from torch import nn
+
+from flacompose import ops
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 

@@ -11,11 +11,10 @@ import torch
 from contract.cases import NAMED, OpCase
 from contract.problems import call_named, draw, named
 from functorch.compile import make_boxed_func
+from helpers.truth import DISTINCT, EVERY, build, tokens_of
 from torch._dynamo.backends.common import aot_autograd
 
 from flacompose.ops import chunk_rwkv7
-
-from .truth import DISTINCT, EVERY, build, tokens_of
 
 
 def _unchanged(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

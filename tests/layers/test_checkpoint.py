@@ -7,6 +7,7 @@ from inspect import Parameter, Signature, signature
 
 import pytest
 import torch
+from helpers.truth import EVERY, LINEAR, build, made
 
 from flacompose.layers import (
     ABCAttention,
@@ -35,8 +36,6 @@ from flacompose.layers import (
     SimpleGatedLinearAttention,
 )
 from flacompose.layers.feature_map import HedgehogFeatureMap
-
-from .truth import EVERY, LINEAR, build, made
 
 DECAY = {"gk_proj.0.weight": (16, 64), "gk_proj.1.weight": (32, 16), "gk_proj.1.bias": (32,)}
 OUTPUT = {"o_proj.weight": (64, 64)}

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.truth import EVERY, assert_close, assert_true, build, row, tokens_of
 
 from flacompose.layers import (
     Comba,
@@ -16,8 +17,6 @@ from flacompose.layers import (
     GatedRMSNorm,
     KimiDeltaAttention,
 )
-
-from .truth import EVERY, assert_close, assert_true, build, row, tokens_of
 
 
 @pytest.mark.filterwarnings("ignore:queries and keys of num_heads")  # many heads, to draw many decays

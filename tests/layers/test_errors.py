@@ -8,6 +8,17 @@ import re
 
 import pytest
 import torch
+from helpers.truth import (
+    EVERY,
+    GLA,
+    LINEAR,
+    NORMALIZED,
+    RETENTION,
+    assert_close,
+    assert_states_close,
+    build,
+    random_state,
+)
 
 from flacompose.layers import (
     ABCAttention,
@@ -23,18 +34,6 @@ from flacompose.layers import (
 )
 from flacompose.models.feed_forward import RWKV6FeedForward, RWKV7FeedForward
 from flacompose.models.softmax_attention import SoftmaxAttention
-
-from .truth import (
-    EVERY,
-    GLA,
-    LINEAR,
-    NORMALIZED,
-    RETENTION,
-    assert_close,
-    assert_states_close,
-    build,
-    random_state,
-)
 
 SMALL = {"hidden_size": 16, "num_heads": 2}
 CONFIG = GLA | SMALL | {"use_short_conv": True}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.truth import assert_close
 
 from flacompose.layers import GriffinRecurrentBlock
-
-from .truth import assert_close
 
 
 def test_recurrent_gemma_of_transformers(device):

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from flacompose.layers import HGRN2Attention, HGRNAttention
-from flacompose.layers.forget_gate import forget_gate
-
-from .truth import (
+from helpers.truth import (
     EVERY,
     assert_close,
     assert_states_close,
@@ -21,6 +15,11 @@ from .truth import (
     row,
     tokens_of,
 )
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flacompose.layers import HGRN2Attention, HGRNAttention
+from flacompose.layers.forget_gate import forget_gate
 
 each_of_both = pytest.mark.parametrize("name", ["hgrn", "hgrn2"])
 

@@ -11,18 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.export import Dim
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.utils import parametrizations
-
-from flacompose.layers import GatedLinearAttention, join_projections
-from flacompose.models import RecurrentConfig, RecurrentLM
-from flacompose.models.feed_forward import SwiGLU
-from flacompose.models.softmax_attention import SoftmaxAttention
-
-from .test_modules import KINDS, replace_linears
-from .truth import (
+from helpers.truth import (
     BOUNDED,
     EVERY,
     GLA,
@@ -35,6 +24,17 @@ from .truth import (
     tensors,
     with_floats,
 )
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils import parametrizations
+
+from flacompose.layers import GatedLinearAttention, join_projections
+from flacompose.models import RecurrentConfig, RecurrentLM
+from flacompose.models.feed_forward import SwiGLU
+from flacompose.models.softmax_attention import SoftmaxAttention
+
+from .test_modules import KINDS, replace_linears
 
 ATTENTION = {"layer": SoftmaxAttention, "hidden_size": 24, "num_heads": 4, "num_kv_heads": 2}
 # The matrix products of each layer, and how many of them are made one.

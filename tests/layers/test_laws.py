@@ -13,15 +13,7 @@ import pytest
 import torch
 from contract.graphs import recorded
 from helpers.operators import operator
-from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram
-from torch.utils import _pytree as pytree
-
-import flacompose
-from flacompose.layers import MLSTM, DeltaNet, RecurrentState
-from flacompose.ops._composed import logsumexp
-
-from .truth import (
+from helpers.truth import (
     ACTIVATIONS,
     BOUNDED,
     CONV,
@@ -29,6 +21,7 @@ from .truth import (
     EVERY,
     GLA,
     LINEAR,
+    OF_EACH_KIND,
     RETENTION,
     SHORT,
     SIMPLE_GLA,
@@ -46,6 +39,13 @@ from .truth import (
     tokens_of,
     with_floats,
 )
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
+
+import flacompose
+from flacompose.layers import MLSTM, DeltaNet, RecurrentState
+from flacompose.ops._composed import logsumexp
 
 # Mamba-3 with several keys a token differs from that with one in values, gradients and layouts, which name it below.
 CASES = {name: config for name, config in EVERY.items() if name != "mamba3 mimo"} | BOUNDED
@@ -219,7 +219,7 @@ VARIANTS = [
 ]
 LENGTHS = [70, 2, 65, 165]
 
-each_distinct_layer = pytest.mark.parametrize("config", DISTINCT.values(), ids=DISTINCT)
+each_kind_of_layer = pytest.mark.parametrize("config", OF_EACH_KIND.values(), ids=OF_EACH_KIND)
 each_case = pytest.mark.parametrize("config", CASES.values(), ids=CASES)
 each_of_layouts = pytest.mark.parametrize("config", LAYOUTS.values(), ids=LAYOUTS)
 padded_or_packed = pytest.mark.parametrize("layout", ["mask", "packed"])
@@ -436,7 +436,7 @@ def test_bfloat16(name, autocast, layout, device):
     assert_states_close(state, after, bound)
 
 
-FAMILIES = {
+RECURRENCES = {
     "gla": "channel_decay",
     "rwkv6": "channel_decay",
     "rwkv7": "low_rank",
@@ -461,9 +461,9 @@ def op_of(name: str, form: str) -> torch._ops.OpOverload:
     if name == "mamba":  # whose op has one form
         return torch.ops.flacompose.selective_scan_forward.default
     if form == "token":
-        family = name if name in ("mlstm", "mamba3") else "slot_attention"
-        return getattr(torch.ops.flacompose, f"{family}_token").default
-    return getattr(torch.ops.flacompose, f"{operator(FAMILIES.get(name, 'head_decay'))}_{form}").default
+        recurrence = name if name in ("mlstm", "mamba3") else "slot_attention"
+        return getattr(torch.ops.flacompose, f"{recurrence}_token").default
+    return getattr(torch.ops.flacompose, f"{operator(RECURRENCES.get(name, 'head_decay'))}_{form}").default
 
 
 @pytest.mark.parametrize(
@@ -496,7 +496,7 @@ def test_form(name, mode, T, form, device):
     assert {op for op, _, _ in calls} == {op_of(name, form)} | {op.default for op in before}
 
 
-@each_distinct_layer
+@each_kind_of_layer
 @torch.no_grad()
 def test_compiled_decoding(config, device, few_levels):
     """There is one graph for segments and one for tokens, whatever their order.
@@ -539,8 +539,14 @@ def results(
     return [y, *tensors(new), *torch.autograd.grad(loss, [*leaves, *layer.parameters()])]
 
 
-@padded_or_packed
-@pytest.mark.parametrize("name", DISTINCT)
+# A mask is the same to all layers but those whose pads are more than tokens left out.
+WITH_PADS = ("gla", "mamba2", "rwkv6", "hgrn", "abc")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [(x, "packed") for x in (*OF_EACH_KIND, "linear_attn")] + [(x, "mask") for x in WITH_PADS],
+)
 def test_compiled_layouts(name, layout, device, few_levels):
     """One graph does for every length, padded or packed, at batch 1, and some layers are trained in it too.
 
@@ -581,12 +587,12 @@ def exported(layer: nn.Module, layout: str, device: torch.device) -> ExportedPro
     return torch.export.export(layer, (tokens_of(layer, rows, 37), state), given, dynamic_shapes=shapes)
 
 
-# A mask is the same to all layers but those whose pads are more than tokens left out.
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *((name, layout) for name in DISTINCT for layout in ("rows", "packed")),
-        *((name, "mask") for name in ("gla", "mamba2", "rwkv6", "hgrn", "abc")),
+        *((name, "rows") for name in DISTINCT),
+        *((name, "packed") for name in OF_EACH_KIND),
+        *((name, "mask") for name in WITH_PADS),
     ],
 )
 @torch.no_grad()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.truth import assert_close
 
 from flacompose.layers import MLSTM
-
-from .truth import assert_close
 
 
 @pytest.mark.parametrize("use_bias", [False, True])

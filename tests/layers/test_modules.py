@@ -9,11 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.ranks import on_two_ranks
+from helpers.truth import (
+    DISTINCT,
+    EVERY,
+    assert_close,
+    assert_states_close,
+    build,
+    made,
+    random_state,
+    tensors,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
-
-from .truth import DISTINCT, EVERY, assert_close, assert_states_close, build, made, random_state, tensors
 
 STEPS = 15  # of a quantised weight on each side of 0; integers up to it are exact in float8 too
 

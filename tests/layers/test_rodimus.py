@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.truth import EVERY, build, floats, random_state, tokens_of
 
 from flacompose.layers import RodimusAttention
 from flacompose.layers.rodimus import _log_softplus
-
-from .truth import EVERY, build, floats, random_state, tokens_of
 
 
 @pytest.mark.parametrize("logits", [-1e4, -100.0, 30.0, 1e4])

@@ -6,11 +6,10 @@ import math
 
 import pytest
 import torch
+from helpers.truth import EVERY, assert_close, build, random_state, tensors, tokens_of
 
 from flacompose.layers import RecurrentState, RWKV6Attention
 from flacompose.layers.token_shift import token_shift
-
-from .truth import EVERY, assert_close, build, random_state, tensors, tokens_of
 
 
 @pytest.mark.parametrize("T", [1, 5, 70])

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.truth import EVERY, assert_close, build, random_state, tensors, tokens_of
 from torch import Tensor
 
 from flacompose.layers import RWKV7Attention
 from flacompose.models.feed_forward import RWKV7FeedForward
-
-from .truth import EVERY, assert_close, build, random_state, tensors, tokens_of
 
 SMALL: dict[str, Any] = {"hidden_size": 24, "head_dim": 6, "num_hidden_layers": 3}
 

@@ -10,16 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-import flacompose.layers
-from flacompose.layers import Mamba3, RecurrentState
-from flacompose.layers.recurrent import RecurrentLayer
-
-from .truth import (
+from helpers.truth import (
     BOUNDED,
     DISTINCT,
     EVERY,
+    OF_EACH_KIND,
     assert_close,
     assert_states_close,
     build,
@@ -29,6 +24,11 @@ from .truth import (
     tokens_of,
     with_floats,
 )
+from torch import Tensor, nn
+
+import flacompose.layers
+from flacompose.layers import Mamba3, RecurrentState
+from flacompose.layers.recurrent import RecurrentLayer
 
 # Tokens, and what tells the layer where they lie.
 Segment = tuple[Tensor, dict[str, Any]]
@@ -207,7 +207,7 @@ class Compiled:
             return self.layer(*args, **given)
 
 
-@pytest.mark.parametrize("name", [*DISTINCT, "mamba3 mimo"])
+@pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_exact_compiled(name, device, few_levels):
     """A compiled layer has one graph for segments of every length and, as everywhere in PyTorch, one for a token.
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._dynamo
 from contract.test_sizes import bounds, places
+from helpers.truth import OF_EACH_KIND, assert_close, build
 from models.test_recurrent_lm import small
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -15,9 +16,7 @@ from torch.utils import _pytree as pytree
 from flacompose.models.softmax_attention import SoftmaxAttention
 from flacompose.ops._composed import logsumexp
 
-from .truth import DISTINCT, assert_close, build
-
-LAYERS = DISTINCT | {"attention": {"layer": SoftmaxAttention, "num_heads": 2, "hidden_size": 24}}
+LAYERS = OF_EACH_KIND | {"attention": {"layer": SoftmaxAttention, "num_heads": 2, "hidden_size": 24}}
 MODELS: dict[str, dict[str, Any]] = {
     "model": {},
     "hybrid": {"attn": [{"layers": [1], "num_heads": 2}]},

@@ -7,13 +7,7 @@ import pickle
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
-
-from flacompose.layers import RecurrentState
-from flacompose.layers.rotary import rotary
-
-from .truth import (
+from helpers.truth import (
     BOUNDED,
     EVERY,
     LINEAR,
@@ -30,6 +24,11 @@ from .truth import (
     tensors,
     with_floats,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from flacompose.layers import RecurrentState
+from flacompose.layers.rotary import rotary
 
 every_layer = pytest.mark.parametrize("config", EVERY.values(), ids=EVERY)
 

@@ -8,6 +8,22 @@ from functools import partial
 import pytest
 import torch
 import torch._dynamo
+from helpers.truth import (
+    ALIKE,
+    DISTINCT,
+    EVERY,
+    OF_EACH_KIND,
+    assert_close,
+    assert_states_close,
+    build,
+    floats,
+    made,
+    precision,
+    random_state,
+    row,
+    tensors,
+    tokens_of,
+)
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,21 +36,6 @@ from flacompose.models.feed_forward import RWKV6FeedForward, RWKV7FeedForward
 from flacompose.models.softmax_attention import SoftmaxAttention
 
 from .test_laws import LAYOUTS
-from .truth import (
-    ALIKE,
-    DISTINCT,
-    EVERY,
-    assert_close,
-    assert_states_close,
-    build,
-    floats,
-    made,
-    precision,
-    random_state,
-    row,
-    tensors,
-    tokens_of,
-)
 
 # With those that only models have, which are built with other arguments.
 OTHERS = {
@@ -181,7 +182,7 @@ class Verify(nn.Module):
         return self.layer(x, state, num_states=3)
 
 
-@each_layer
+@pytest.mark.parametrize("config", (OF_EACH_KIND | OTHERS).values(), ids=OF_EACH_KIND | OTHERS)
 @torch.no_grad()
 def test_export(config, device):
     """At every length, and with the states as the layer has them."""

@@ -1,7 +1,7 @@
 """Heads of more values than the ops take, and in layers of slots of more keys.
 
 The limit is lowered here, so that small heads are wide. Heads of more than 512 values are among the layouts of
-test_laws.py, and among the goldens in tests/models.
+test_laws.py, and among the goldens.
 """
 
 from __future__ import annotations
@@ -9,11 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from contract.graphs import recorded
-
-from flacompose.layers import GatedLinearAttention, LinearAttention
-from flacompose.ops._arguments import large_heads
-
-from .truth import (
+from helpers.truth import (
     EVERY,
     LINEAR,
     assert_close,
@@ -27,6 +23,9 @@ from .truth import (
     tokens_of,
     with_floats,
 )
+
+from flacompose.layers import GatedLinearAttention, LinearAttention
+from flacompose.ops._arguments import large_heads
 
 # How many calls there are where an op takes three values, or keys of slots. These heads have six, and eight in some.
 CALLS = {

@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.fla_weights import tokens
+from helpers.goldens import GOLDENS, loaded, state_dict
+from helpers.make_fla_goldens import CASES, KEPT, LENGTH, PADDED, PADS, SIZES
 from torch import Tensor
 
 from flacompose.integrations._fla_configs import WITHOUT_EFFECT
 from flacompose.integrations.fla import _COMMON, _MODEL_TYPES, config_from_fla, from_fla, load_fla
 from flacompose.models import RecurrentLM
-
-from .fla_weights import tokens
-from .goldens import GOLDENS, loaded, state_dict
-from .make_fla_goldens import CASES, KEPT, LENGTH, PADDED, PADS, SIZES
 
 VOCAB = SIZES["vocab_size"]
 GLA = {"model_type": "gla", **SIZES, "num_heads": 2}

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.fla_weights import tokens
+from helpers.goldens import GOLDENS, loaded, state_dict
 
 from flacompose.integrations.fla import load_fla
 from flacompose.models import RecurrentConfig, RecurrentLM
-
-from .fla_weights import tokens
-from .goldens import GOLDENS, loaded, state_dict
 
 NAMES = ["config.json", "model.safetensors"]
 VOCAB = 11

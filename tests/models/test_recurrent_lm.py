@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from helpers.fla_weights import tokens
+from helpers.goldens import GOLDENS, loaded
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -24,9 +26,6 @@ from flacompose.models import RecurrentConfig, RecurrentLM, softmax_attention
 from flacompose.models.sampling import next_token
 from flacompose.models.softmax_attention import SoftmaxAttention
 from flacompose.ops._parallel.ranks import Ranks
-
-from .fla_weights import tokens
-from .goldens import GOLDENS, loaded
 
 VOCAB = 11
 # One of each model; hybrids with all keys and values, with a window, and with lower bounds of forget gates.

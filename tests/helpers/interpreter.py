@@ -1,0 +1,86 @@
+"""Triton's interpreter, without what it does again at every call of a function and for every operation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from inspect import getmembers, signature
+from math import prod
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+@cache
+def _names(package: Any) -> list[str]:
+    """Names of the builtins of a package. The first call comes before the interpreter changes the package."""
+    return [name for name, member in getmembers(package) if interpreter.tl.core.is_builtin(member)]
+
+
+def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+    """Does what Triton's function of this name does: nothing else replaces the builtins of a package."""
+    for name in _names(package):
+        member = getattr(package, name)
+        if interpreter.tl.core.is_builtin(member):  # not yet replaced
+            interpreter._patch_attr(package, name, member, builder, scope)
+
+
+patch_language = interpreter._patch_lang
+current: list[Any] = []  # the scope of the launch that runs
+
+
+def _patch_lang(fn: Any) -> Any:
+    """Replaces Triton's language once a launch, for the kernel and for all functions that it calls."""
+    if current:
+        return current[0]
+    # The functions of Triton's own library know the language as `core`.
+    scope = patch_language(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    restore = scope.restore
+
+    def restored() -> None:
+        current.clear()
+        restore()
+
+    scope.restore = restored
+    current.append(scope)
+    return scope
+
+
+dtype_of = interpreter._get_np_dtype
+dtypes: dict[str, Any] = {}
+
+
+def _get_np_dtype(type: tl.dtype) -> Any:
+    """NumPy's dtype for the elements of a type, which Triton's function looks for in a table that it makes anew."""
+    name = type.scalar.name
+    if name not in dtypes:
+        dtypes[name] = dtype_of(type)
+    return dtypes[name]
+
+
+@cache
+def _shape(sizes: tuple[int, ...]) -> tuple[tl.tuple, tl.constexpr]:
+    return tl.tuple([tl.constexpr(n) for n in sizes]), tl.constexpr(prod(sizes))
+
+
+def _init(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
+    """Does what Triton's `tensor.__init__` does, which makes the constants of every shape anew."""
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = _shape(tuple(type.shape) if type.is_block() else ())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fast_interpreter() -> None:
+    """Replaces functions of Triton, if they are those that the ones above were written for."""
+    if list(signature(interpreter._patch_builtin).parameters) == ["pkg", "builder", "scope"]:
+        interpreter._patch_builtin = _patch_builtin
+        interpreter._patch_lang = _patch_lang
+    interpreter._get_np_dtype = _get_np_dtype
+    if vars(tl.tensor(None, tl.int32)).keys() == {"handle", "shape", "numel", "type", "dtype"}:
+        tl.tensor.__init__ = _init
+    # Half of an addition of integers is the question whether it overflows, which no offset in tensors so small does.
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
