@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flacompose.ops._recurrences.matrix.delta_rule.kernels import at_head, solve
+from flacompose.ops._recurrences.matrix.delta_rule.kernels import solve
 from flacompose.ops._recurrences.matrix.gates_of_channels import (
     BLOCK_LEVELS,
     FACTORISABLE_BOUND,
@@ -158,7 +158,12 @@ def delta_channel_factor_kernel(
         if tl.load(factorisable_chunks + rh) != 0:
             return
     first = lo * HV + h
-    q, k, a = at_head(vectors, (lo * H + h // (HV // H)) * K)
+    q, k, a, _ = vectors
+    of_keys = (lo * H + h // (HV // H)) * K
+    q += of_keys
+    k += of_keys
+    if a is not None:
+        a += of_keys
     gk += first * K
     W += first * K
     q_decayed += first * K

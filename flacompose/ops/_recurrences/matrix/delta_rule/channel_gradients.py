@@ -44,7 +44,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flacompose.ops._recurrences.matrix.delta_rule.kernels import at_head
 from flacompose.ops._recurrences.matrix.gates_of_channels import (
     FACTORISABLE_BOUND,
     LEVELS,
@@ -208,7 +207,12 @@ def delta_channel_gradient_kernel(
     size = size_of_chunk(lo, hi, C)
     d = numbers_of_tile(tile, BK)
     first = lo * HV + h
-    q, k, a = at_head(vectors, (lo * H + h // (HV // H)) * K)
+    q, k, a, _ = vectors
+    of_keys = (lo * H + h // (HV // H)) * K
+    q += of_keys
+    k += of_keys
+    if a is not None:
+        a += of_keys
     key_reader = k if a is None else a
     gk += first * K
     r += first * V

@@ -17,7 +17,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flacompose.ops._recurrences.matrix.delta_rule.kernels import at_chunk, at_head
 from flacompose.ops._recurrences.matrix.gates_of_heads import (
     BEGINNING,
     ENDING,
@@ -123,13 +122,21 @@ def delta_head_gradient_kernel(
     t, s = i[:, None], i[None, :]
     d = numbers_of_tile(tile, BK)
     size = size_of_chunk(lo, hi, C)
-    q, k, a = at_head(vectors, (lo * H + h // (HV // H)) * K)
+    q, k, a, _ = vectors
+    of_keys = (lo * H + h // (HV // H)) * K
+    q += of_keys
+    k += of_keys
+    if a is not None:
+        a += of_keys
     r += first * V
     states += rh * K * V
     beta_i = load_numbers(beta, first, i, size, HV)
     beta_t = beta_i[:, None]
-    sums, rest = at_chunk(gates, rh * C)
+    sums, rest = gates
     if sums is not None:
+        sums += rh * C
+        if rest is not None:
+            rest += rh * C
         from_start, to_end, of_chunk = decayed_rows(sums, rest, C)
 
     # 1. The reads of queries, with the gradient do.

@@ -136,20 +136,6 @@ def solve(of_q, of_k, beta, P, Y, DOT: tl.constexpr):
     return solved
 
 
-@triton.jit
-def at_head(vectors, of_keys):
-    """`KeyVectors` without beta, from the element `of_keys` on."""
-    q, k, a, _ = vectors
-    return q + of_keys, k + of_keys, None if a is None else a + of_keys
-
-
-@triton.jit
-def at_chunk(gates, of_chunk):
-    """`GateSums` from the element `of_chunk` on."""
-    sums, rest = gates
-    return None if sums is None else sums + of_chunk, None if rest is None else rest + of_chunk
-
-
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def delta_factor_kernel(
     vectors,  # `KeyVectors`
@@ -202,8 +188,11 @@ def delta_factor_kernel(
             # Not the diagonal of `of_k`: Triton 3.6 does not compile its sum for Blackwell.
             of_itself += tl.sum(k_.to(tl.float32) * k_.to(tl.float32), 1)
     of_q = tl.where(s <= t, of_q * scale, 0.0)
-    sums, rest = at_chunk(gates, rh * C)
+    sums, rest = gates
     if sums is not None:
+        sums += rh * C
+        if rest is not None:
+            rest += rh * C
         between = decayed_pairs(sums, rest, C)
         of_q *= between
         if READ_BEFORE:

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from flacompose.ops._recurrences.matrix.delta_rule.head_gradients import load_before, of_next
-from flacompose.ops._recurrences.matrix.delta_rule.kernels import at_chunk, at_head
 from flacompose.ops._recurrences.matrix.gates_of_heads import (
     BEGINNING,
     ENDING,
@@ -82,8 +81,11 @@ def delta_stored_product_kernel(
     tl.store(diagonal + rh * C + i, tl.sum(tl.where(s == t, of_q, 0.0), 1))
     of_q = tl.where(s < t, of_q, 0.0)
     of_k = tl.where(s < t, -of_k, 0.0)
-    sums, rest = at_chunk(gates, rh * C)
+    sums, rest = gates
     if sums is not None:
+        sums += rh * C
+        if rest is not None:
+            rest += rh * C
         weights = decayed_pairs(sums, rest, C)
         of_q *= weights
         if READ_BEFORE:
@@ -168,14 +170,22 @@ def delta_stored_product_gradient_kernel(
     i = tl.arange(0, C)
     d = numbers_of_tile(tile, BK)
     size = size_of_chunk(lo, hi, C)
-    q, k, a = at_head(vectors, (lo * H + h // (HV // H)) * K)
+    q, k, a, _ = vectors
+    of_keys = (lo * H + h // (HV // H)) * K
+    q += of_keys
+    k += of_keys
+    if a is not None:
+        a += of_keys
     r += first * V
     do += first * V
     states += rh * K * V
     PARTS: tl.constexpr = 1 if DOT == tl.float32 else 2
     pairs += rh * 2 * (PARTS * C * C)
-    sums, rest = at_chunk(gates, rh * C)
+    sums, rest = gates
     if sums is not None:
+        sums += rh * C
+        if rest is not None:
+            rest += rh * C
         from_start, to_end, of_chunk = decayed_rows(sums, rest, C)
     # 1. Through the states: the reads of queries and of keys, or `a`, and the writes of keys.
     dq_read = tl.zeros([C, BK], dtype=tl.float32)
