@@ -38,11 +38,17 @@ def test_no_circles(package: str) -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, with the circle
 
 
-def kernels() -> Iterator[ast.FunctionDef]:
+def device_functions() -> Iterator[ast.FunctionDef]:
     for path in (ROOT / "flacompose").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and node.decorator_list:
+            if isinstance(node, ast.FunctionDef) and any(
+                ".jit" in ast.unparse(x) for x in node.decorator_list
+            ):
                 yield node
+
+
+def kernels() -> Iterator[ast.FunctionDef]:
+    return (node for node in device_functions() if node.name.endswith("_kernel"))
 
 
 def test_kernels_have_names_of_their_own() -> None:
@@ -55,3 +61,17 @@ def test_kernels_have_few_parameters() -> None:
     """At most 25; what belongs together is a named tuple."""
     found = {node.name for node in kernels() if len(node.args.args) > 25}
     assert not found
+
+
+def test_device_functions_return_tensors() -> None:
+    """Triton 3.6 compiles no function that returns None, as an absent tensor or in a tuple."""
+
+    def may_be_absent(x: ast.expr) -> bool:
+        if isinstance(x, ast.IfExp):
+            return may_be_absent(x.body) or may_be_absent(x.orelse)
+        parts = x.elts if isinstance(x, ast.Tuple) else []
+        return any(map(may_be_absent, parts)) or isinstance(x, ast.Constant) and x.value is None
+
+    functions = [*device_functions()]
+    returned = [(f.name, x.value) for f in functions for x in ast.walk(f) if isinstance(x, ast.Return)]
+    assert len(functions) > 200 and not [name for name, x in returned if x is not None and may_be_absent(x)]
