@@ -68,10 +68,10 @@ class StatesInPlace(CustomGraphPass):
         if launch.target is not triton_kernel_wrapper_functional:
             return None
         arguments = launch.kwargs["kwargs"]
-        old = arguments.get("initial")
-        if name != "final" or not isinstance(old, Node) or old not in states:
+        old = arguments.get("states_initial")
+        if name != "states_final" or not isinstance(old, Node) or old not in states:
             return None
-        if not _is_recurrent(kernel_side_table.get_kernel(launch.kwargs["kernel_idx"])):
+        if not _is_of_tokens(kernel_side_table.get_kernel(launch.kwargs["kernel_idx"])):
             return None
         # Any other reader of the old state might read the new state.
         reads = sum(x is old for x in arguments.values())
@@ -85,7 +85,8 @@ class StatesInPlace(CustomGraphPass):
         return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
-def _is_recurrent(kernel: Any) -> bool:
+def _is_of_tokens(kernel: Any) -> bool:
+    """Whether it is the copy, with a parameter for each field of its tuples, of the kernel of tokens."""
     from flacompose.ops._tiles.blocks import matrix_token_kernel  # which imports Triton
 
-    return kernel is matrix_token_kernel
+    return getattr(kernel, "copy_of", None) is matrix_token_kernel

@@ -463,7 +463,7 @@ def test_kernels_write_states_where_they_read_them(
     launches = graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
     assert not graph.find_nodes(op="call_function", target=torch.ops.flacompose.replaceable.default)
     (launch,) = launches
-    assert (launch.kwargs["kwargs"]["final"] is state) == in_place
+    assert (launch.kwargs["kwargs"]["states_final"] is state) == in_place
     assert launch.kwargs["kwargs"]["o"] is not state
     assert (graph.output_node().args[0][1] is state) == in_place
     # In both cases Inductor needs no copy.

@@ -36,7 +36,9 @@ def _copy(kernel: Any, fields: tuple[tuple[str, tuple[str, ...]], ...]) -> Any:
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # Triton reads it there
     functions: dict[str, Any] = {}
     exec(compile(source, file, "exec"), kernel.fn.__globals__, functions)
-    return triton.jit(functions[kernel.__name__], do_not_specialize=kernel.do_not_specialize)
+    copy: Any = triton.jit(functions[kernel.__name__], do_not_specialize=kernel.do_not_specialize)
+    copy.copy_of = kernel
+    return copy
 
 
 class _Fields(ast.NodeTransformer):
