@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from flacompose.ops._launch import launch as launching
 from flacompose.ops._launch.launch import launching_by
 from flacompose.ops._recurrences.matrix import cuda as matrix
 from flacompose.ops._recurrences.matrix.inputs import Inputs
 from flacompose.ops._recurrences.short_conv import cuda as short_conv
 from flacompose.ops._recurrences.short_conv.inputs import Inputs as ConvInputs
+
+
+def named(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return kernel, dict(zip(kernel.arg_names, args, strict=False)) | kwargs
 
 
 def updated(
@@ -22,11 +28,14 @@ def updated(
     before, in_place = state.clone(), []
 
     def launch(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
-        given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        given = named(kernel, args, kwargs)[1]
+        for x in [x for x in given.values() if hasattr(x, "_asdict")]:
+            given |= x._asdict()
         in_place.append(given["initial"].data_ptr() == given["final"].data_ptr())
         kernel[grid](*args, **kwargs)
 
-    with launching_by(launch, into_graph):
+    # The interpreter runs kernels with tuples, and has no source to make a graph's copy of.
+    with launching_by(launch, into_graph), mock.patch.object(launching, "without_tuples", named):
         results = update(*args)
     assert in_place == launched and torch.equal(state, before)
     return results
