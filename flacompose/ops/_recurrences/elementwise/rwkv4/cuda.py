@@ -77,7 +77,7 @@ class _Launches(Sequences):
     def forward(self, count: int | None = None, stride: int | None = None) -> Results:
         o = self.per_token(self.D, dtype=self.dtype)
         end = State(*(self.per_sequence(*([] if count is None else [count]), self.D) for _ in range(3)))
-        self.sweep(self.starts(), end, o=o, count=count, stride=stride)
+        self.pass_states(self.starts(), end, o=o, count=count, stride=stride)
         return self.batched(o), *end
 
     def starts(self) -> State:
@@ -85,7 +85,7 @@ class _Launches(Sequences):
         if not self.split:
             return self.initial
         states = State(*(self.per_segment(self.count, self.D) for _ in range(3)))
-        self.sweep(State(), states, ENDS=True)
+        self.pass_states(State(), states, ENDS=True)
         self.join(rwkv4_join_kernel, states=states, initial=self.initial)
         return states
 
@@ -93,11 +93,11 @@ class _Launches(Sequences):
         """The gradients of a and b after each segment, from those after each sequence. Fills `before`."""
         starts, d_final = self.starts(), d_final._replace(m=None)
         if not self.split:
-            self.sweep(starts, State(), do=do, before=before)
+            self.pass_states(starts, State(), do=do, before=before)
             return d_final
         da, db, end_m = (self.per_segment(self.count, self.D) for _ in range(3))
         d_states = State(da, db)
-        self.sweep(starts, State(m=end_m), do=do, before=before, d_start=d_states)
+        self.pass_states(starts, State(m=end_m), do=do, before=before, d_start=d_states)
         given = {"d_states": d_states, "start_m": starts.m, "end_m": end_m, "d_final": d_final}
         self.join(rwkv4_join_gradient_kernel, **given)
         return d_states
@@ -106,7 +106,7 @@ class _Launches(Sequences):
         """Launch a kernel that goes from segment to segment."""
         launch(kernel, (self.N * self.tiles,), **given, w=self.tensors["w"], **self.arguments)
 
-    def sweep(self, initial: State, end: State, ENDS: bool = False, **given: Any) -> None:
+    def pass_states(self, initial: State, end: State, ENDS: bool = False, **given: Any) -> None:
         """Launch `rwkv4_scan_kernel`, which fills the given results."""
         absent: dict[str, Any] = dict.fromkeys(("o", "do", "before", "count", "stride"))
         states = {"initial": initial, "end": end, "d_start": State(), "ENDS": ENDS}

@@ -39,7 +39,7 @@ def ends(inputs: Inputs) -> tuple[Tensor, ...]:
     """``(end [N, D, S], sum_dt [N, D])``."""
     run = _Launches(inputs)
     row, _ = run.tiles(SWEEP)
-    return row.map(partial(run.sweep, row.count))
+    return row.map(partial(run.pass_states, row.count))
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
@@ -64,7 +64,9 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         **run.arguments,
         dy=dy,
         before=before,
-        d_final=row.starts(partial(run.sweep, row.count, x=dy, REVERSE=True), call.arriving.final_state),
+        d_final=row.starts(
+            partial(run.pass_states, row.count, x=dy, REVERSE=True), call.arriving.final_state
+        ),
         dx=dx,
         ddt=ddt,
         dA=dA,
@@ -130,10 +132,10 @@ class _Launches(Sequences):
     def forwards(self, **results: Any) -> None:
         """Fill `y`, `before` and `final`, if given."""
         row, _ = self.tiles(SWEEP)
-        sweep = partial(self.sweep, row.count)
-        sweep(initial=row.starts(sweep, self.initial), **results)
+        pass_states = partial(self.pass_states, row.count)
+        pass_states(initial=row.starts(pass_states, self.initial), **results)
 
-    def sweep(self, SEGMENTS: int, REVERSE: bool = False, **given: Any) -> None:
+    def pass_states(self, SEGMENTS: int, REVERSE: bool = False, **given: Any) -> None:
         """Launch `selective_scan_kernel`, which fills the given results; backwards with `dy` in place of `x`."""
         _, sizes = self.tiles(SWEEP)
         absent: dict[str, Any] = dict.fromkeys(("initial", "y", "before", "ends", "sum_dt", "final"))

@@ -30,14 +30,14 @@ from flacompose.ops._tensors.gates import decays_to_zero
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(y [B, T, D], final_state [N, D, S])``."""
     scan = _Scan(inputs)
-    sweep = StatePassing(scan.chunks, scan.initial(inputs.initial_state))
+    passing = StatePassing(scan.chunks, scan.initial(inputs.initial_state))
     y = []
     for chunks in scan.segments:
         segment = _Segment(scan, chunks)
-        before = segment.sweep(sweep, state_after(segment.decays, segment.writes))
+        before = segment.pass_states(passing, state_after(segment.decays, segment.writes))
         h = torch.stack(decayed_states(segment.decays, segment.writes, before)) + segment.writes
         y.append((h @ segment.C.unsqueeze(-1)).squeeze(-1))
-    return scan.join(y).flatten(2).to(inputs.x.dtype, copy=True), scan.final(sweep)
+    return scan.join(y).flatten(2).to(inputs.x.dtype, copy=True), scan.final(passing)
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
@@ -46,19 +46,19 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     scan = _Scan(call.inputs, call.do)
     before = []
     if wants("dt", "A", "C"):
-        sweep = StatePassing(scan.chunks, scan.initial(call.inputs.initial_state))
+        passing = StatePassing(scan.chunks, scan.initial(call.inputs.initial_state))
         for chunks in scan.segments:
             segment = _Segment(scan, chunks)
-            before.append(segment.sweep(sweep, state_after(segment.decays, segment.writes)))
+            before.append(segment.pass_states(passing, state_after(segment.decays, segment.writes)))
 
-    sweep = StatePassing(scan.chunks, scan.initial(call.arriving.final_state), reverse=True)
+    passing = StatePassing(scan.chunks, scan.initial(call.arriving.final_state), reverse=True)
     dx, ddt, dB, dC = [], [], [], []
     dA = torch.zeros_like(scan.A)
     for chunks in reversed(scan.segments):
         segment = _Segment(scan, chunks)
         x, dt = segment.x, segment.dt
         decays, reads = segment.decays.unbind(), segment.reads.unbind()
-        after = segment.sweep(sweep, gradient_before(decays, reads))
+        after = segment.pass_states(passing, gradient_before(decays, reads))
         if wants("dt", "A", "C"):
             decayed = torch.stack(decayed_states(decays, segment.writes, before.pop()))
         if wants("C"):
@@ -83,7 +83,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         A=lambda: dA.flatten(0, 2).clone(),
         B=lambda: scan.join(dB[::-1]),
         C=lambda: scan.join(dC[::-1]),
-        initial_state=lambda: scan.final(sweep),
+        initial_state=lambda: scan.final(passing),
     )
 
 
@@ -109,8 +109,8 @@ class _Scan:
             return self.A.new_zeros(self.chunks.N, *self.groups, self.A.shape[-1])
         return state.to(self.chunks.dtype).contiguous().unflatten(1, self.groups)
 
-    def final(self, sweep: StatePassing) -> Tensor:
-        return sweep.end().flatten(1, 2).clone()
+    def final(self, passing: StatePassing) -> Tensor:
+        return passing.end().flatten(1, 2).clone()
 
     def join(self, segments: list[Tensor]) -> Tensor:
         """``[B, T, G, ...]`` from the tokens of all cache blocks."""
@@ -134,7 +134,7 @@ class _Segment:
             # The gradients of states from the outputs of their tokens.
             self.reads = self.dy.unsqueeze(-1) * self.C.unsqueeze(-2)
 
-    def sweep(self, sweep: StatePassing, ends: Tensor) -> Tensor:
+    def pass_states(self, passing: StatePassing, ends: Tensor) -> Tensor:
         """State passing over these chunks: the state before each; backwards, its gradient after each."""
         total = (self.dt.sum(0).unsqueeze(-1) * self.A).exp()
-        return sweep.over(self.at, lambda i, S: torch.addcmul(ends[:, :, i], total[:, :, i], S))
+        return passing.over(self.at, lambda i, S: torch.addcmul(ends[:, :, i], total[:, :, i], S))
