@@ -130,8 +130,8 @@ def test_sweep_in_gluon_fits() -> None:
     args = (*Inputs(q, q, q, beta, beta=beta, delta_rule=True),)
     with tables_of(HOPPER):
         found = recorded([Call("", flat(matrix, "chunk"), "matrix_recurrence_chunk", args)])
-    (sweep,) = (launch for launch in found if launch.name == "hopper_state_passing_kernel")
-    assert sweep.module.endswith("hopper.state_passing") and dict(sweep.options)["num_warps"] == 8
+    (sweep,) = (launch for launch in found if launch.name == "hopper_head_state_passing_kernel")
+    assert sweep.module.endswith("hopper.head_state_passing") and dict(sweep.options)["num_warps"] == 8
     assert sweep.excess(90) is None
 
 
@@ -145,7 +145,7 @@ def test_joint_kernel_in_gluon_fits(rows: int, D: int) -> None:
     args = *inputs, q, None, mask
     with tables_of(HOPPER):
         found = recorded([Call("", flat(matrix, "backward"), "matrix_recurrence_backward", args)])
-    (joint,) = (launch for launch in found if launch.name == "hopper_backward_kernel")
+    (joint,) = (launch for launch in found if launch.name == "hopper_head_backward_kernel")
     programs = delta_rule_plan.AT_ONCE[D] // 132
     assert programs * (joint.compile(90).shared + 1024) <= HOPPER.shared_memory + 1024
 

@@ -54,20 +54,22 @@ from flacompose.ops._recurrences.matrix.delta_rule.head_gradients import (
     delta_add_heads_kernel,
     delta_head_gradient_kernel,
 )
-from flacompose.ops._recurrences.matrix.delta_rule.hopper.backward import hopper_backward_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_block_gradients import (
     hopper_channel_block_gradient_kernel,
 )
-from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_factors import hopper_channel_factor_kernel
-from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_gradients import (
-    hopper_channel_gradient_kernel,
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_chunk_gradients import (
+    hopper_channel_chunk_gradient_kernel,
 )
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_factors import hopper_channel_factor_kernel
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_backward import hopper_head_backward_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import (
     hopper_head_factor_kernel,
     hopper_inverse_kernel,
 )
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_gradients import hopper_head_gradient_kernel
-from flacompose.ops._recurrences.matrix.delta_rule.hopper.state_passing import hopper_state_passing_kernel
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_state_passing import (
+    hopper_head_state_passing_kernel,
+)
 from flacompose.ops._recurrences.matrix.delta_rule.kernels import (
     delta_backward_state_passing_kernel,
     delta_factor_kernel,
@@ -382,9 +384,9 @@ def test_gluon_sweeps_forwards(change: str, taken: bool) -> None:
         )
     assert o.shape == v.shape
     kernels = {kernel for kernel, _ in launches}
-    assert (hopper_inverse_kernel in kernels) == (hopper_state_passing_kernel in kernels) == taken
+    assert (hopper_inverse_kernel in kernels) == (hopper_head_state_passing_kernel in kernels) == taken
     assert (delta_state_passing_kernel in kernels) != taken
-    sweeps = [x for kernel, x in launches if kernel is hopper_state_passing_kernel]
+    sweeps = [x for kernel, x in launches if kernel is hopper_head_state_passing_kernel]
     assert all(x["v_token"] % 8 == 0 and x["q_read"] is q and x["k_read"] is k for x in sweeps)
     # Of a long row, the states that segments end at, what they do to any other, and the outputs.
     assert [(x["IDENTITY"], x["o"] is not None) for x in sweeps] == (
@@ -399,7 +401,7 @@ def test_heads_are_added_after_states_are_free(wanted: str, sums: int) -> None:
     are_free: list[bool] = []
 
     def record(kernel: Any, *_: Any, **arguments: Any) -> None:
-        if kernel is hopper_backward_kernel:
+        if kernel is hopper_head_backward_kernel:
             states.append(weakref.ref(arguments["states"]))
         elif kernel is delta_add_heads_kernel:
             are_free.append(states[0]() is None)
@@ -451,7 +453,7 @@ def test_gluon_joins_sweep_and_gradients(change: str, taken: bool, monkeypatch: 
             change == "graph",
         )
     kernels = {kernel for kernel, _ in launches}
-    assert (hopper_backward_kernel in kernels) == taken
+    assert (hopper_head_backward_kernel in kernels) == taken
     assert (
         delta_backward_state_passing_kernel in kernels or delta_both_directions_kernel in kernels
     ) != taken
@@ -613,7 +615,7 @@ def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) ->
     with tables_of(chip):
         launches, _ = launched(lambda: flat(delta_rule, "backward")(*named(delta_rule, *args)))
     in_gluon = (
-        hopper_channel_gradient_kernel,
+        hopper_channel_chunk_gradient_kernel,
         hopper_channel_block_gradient_kernel,
     )
     pairs_in_gluon = hopper_channel_factor_kernel

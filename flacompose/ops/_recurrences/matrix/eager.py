@@ -2,7 +2,8 @@
 
 The walk takes cache blocks of a few chunks, one after the other, so that their tensors stay in the cache, and
 passes the state from chunk to chunk. The backward goes forwards over the blocks, for the states, and then
-backwards. A scheme's `Segment` has the equations of one block's tokens.
+backwards. It keeps the tensors of all blocks, which both passes need, and frees those of a block after its
+gradients. A scheme's `Segment` has the equations of one block's tokens.
 """
 
 from __future__ import annotations
@@ -30,15 +31,17 @@ SCHEMES: dict[str, type[Segment]] = {
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
+    rule = SCHEMES[scheme(inputs)]
     if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
         return token(**inputs._asdict())
-    rule, (chunks, blocks) = SCHEMES[scheme(inputs)], _cut(inputs)
-    passing = StatePassing(chunks, _state(chunks, inputs, inputs.initial_state))
-    dtype, outputs = chunks.dtype if inputs.full_precision else inputs.v.dtype, []
+    chunks, blocks = _cut(inputs)
+    passing = StatePassing(chunks, _start(chunks, inputs, inputs.initial_state))
+    dtype = chunks.dtype if inputs.full_precision else inputs.v.dtype
+    outputs = []
     for block in blocks:
         segment = rule(inputs, block)
         outputs.append(segment.outputs(*segment.states(passing)).flatten(1, 2).to(dtype))
-    # A view would make callers compile a second time, besides for states that are no views.
+    # `end` may be a view. A caller would be compiled once for states that are views, and once for others.
     return chunks.join(*outputs), passing.end().clone()
 
 
@@ -49,30 +52,30 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     segments = [rule(inputs, block) for block in blocks]
     states: list[tuple[Tensor, ...]] = [()] * len(segments)
     if wants(*rule.of_states):
-        forwards = StatePassing(chunks, _state(chunks, inputs, inputs.initial_state))
+        forwards = StatePassing(chunks, _start(chunks, inputs, inputs.initial_state))
         states = [segment.states(forwards) for segment in segments]
-    backwards = StatePassing(chunks, _state(chunks, inputs, call.arriving.final_state), reverse=True)
+    backwards = StatePassing(chunks, _start(chunks, inputs, call.arriving.final_state), reverse=True)
     parts: dict[str, list[Tensor]] = {}
-    while segments:  # the tensors of each are freed
-        segment = segments.pop()
+    while segments:
+        segment = segments.pop()  # so that its tensors are freed after its gradients
         for name, dx in segment.gradients(wants, segment.split(do), states.pop(), backwards).items():
             parts.setdefault(name, []).append(dx.flatten(1, 2))
     made: Gradients = {}
     for name, dx_parts in parts.items():
         dx = chunks.join(*dx_parts[::-1])
-        of_tokens = "T" in SIGNATURE.axes[name].split()
+        of_tokens = "T" in SIGNATURE.axes[name].split()  # the gradient of a parameter is a sum over tokens
         made[name] = (dx if of_tokens else dx.sum((0, 1))).reshape(getattr(inputs, name).shape)
     return call.made(**made, initial_state=lambda: backwards.end().clone())
 
 
 def _cut(inputs: Inputs) -> tuple[Chunks, list[Chunks]]:
-    """The chunks of all tokens, and of each cache block."""
+    """The chunks of all tokens, and of each cache block. The largest tensor is of pairs, of vectors or of states."""
     chunks, K, (B, _, HV, V) = Chunks(inputs.q, inputs.cu_seqlens), inputs.k.shape[-1], inputs.v.shape
     return chunks, chunks.segments(B * HV * max(chunks.size * max(chunks.size, K, V), K * V))
 
 
-def _state(chunks: Chunks, inputs: Inputs, x: Tensor | None) -> Tensor:
-    """A state, ``[N, HV, K, V]``; zeros if it is absent."""
+def _start(chunks: Chunks, inputs: Inputs, x: Tensor | None) -> Tensor:
+    """The state, or backwards its gradient, that state passing starts from, ``[N, HV, K, V]``; zeros for None."""
     k, v = inputs.k, inputs.v
     if x is None:
         return v.new_zeros(chunks.N, v.shape[2], k.shape[-1], v.shape[-1], dtype=chunks.dtype)

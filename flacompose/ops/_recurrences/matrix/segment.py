@@ -1,8 +1,8 @@
 """The tokens of a cache block in chunks, in PyTorch: state passing, the decays of gates, and pairs of tokens.
 
 A scheme of a matrix state is a `Segment`: the equations of one block's tokens. Everything is functional and
-differentiable to any order. Exponents are sums of gates, never a difference of cumulative sums, so nothing
-overflows or cancels, and a gate of -inf is a weight of 0.
+differentiable to any order. Exponents are sums of gates, never a difference of cumulative sums. So gates of at
+most 0 overflow nowhere, no digits cancel, and a gate of -inf is a weight of 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Wants = Callable[..., bool]
 
 
 class PairGradient(NamedTuple):
-    """The gradients of the products of pairs, ``P = gates.pairs(a, b)``."""
+    """The gradients that reach `a`, `b` and the exponents of gates through ``P = gates.pairs(a, b)``."""
 
     a: Tensor
     b: Tensor
@@ -34,7 +34,7 @@ class HeadGates:
     `pair` ``[..., t, s]`` is the decay from a write to a later read, and 1 elsewhere; `read` and `write`
     ``[..., t, 1]`` are the decays from the chunk's start to a token and from a token to its end, `total`
     ``[..., 1, 1]`` that of the chunk. With `read_before` a token reads before its own decay, so its sums of
-    gates end at the token before it. `like` ``[..., C, K]`` has the size, dtype and device of chunks.
+    gates end at the token before it. Of `like` ``[..., C, K]`` only the size `C`, the dtype and the device count.
     """
 
     def __init__(self, g: Tensor | None, like: Tensor, read_before: bool = False) -> None:
@@ -60,12 +60,15 @@ class HeadGates:
         return ((a @ b.mT) * self.pair).tril(diagonal)
 
     def pair_gradient(self, a: Tensor, b: Tensor, P: Tensor, dP: Tensor) -> PairGradient:
-        """The gradients of `a`, `b` and the gates, from the gradient of ``P = pairs(a, b)``."""
+        """The gradients of `a`, `b` and the gates, from `dP`, the gradient of ``P = pairs(a, b)``.
+
+        `dP` must be 0 where `pairs` leaves `P` at 0.
+        """
         exponents, dP = dP * P, dP * self.pair
         return PairGradient(dP @ b, dP.mT @ a, exponents)
 
     def gradient(self, pair: Tensor, read: Tensor, write: Tensor, total: Tensor) -> Tensor:
-        """The gradient of every gate ``[..., C, 1]``, from the gradients of the sums that contain it.
+        """The gradient of every gate ``[..., C, 1]``, from those of the exponents of `pair`, `read`, `write`, `total`.
 
         Vectors ``[..., C, K]``, and ``total [..., 1, K]``, are summed over `K`.
         """
@@ -79,7 +82,7 @@ class HeadGates:
 
 
 class ChannelGates:
-    """The decays in each chunk by gates of channels ``g [..., C, D]``, each the exponential of a sum of gates.
+    """The decays in each chunk by gates of channels ``g [..., C, D]``. A decay is the exponential of a sum of gates.
 
     `read` ``[..., C, D]`` is the decay from the chunk's start to a token, `write` from a token to the chunk's
     end, and ``total [..., 1, D]`` that of the chunk. The decay of a pair of tokens is the product of two

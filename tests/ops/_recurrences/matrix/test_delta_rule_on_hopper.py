@@ -30,30 +30,32 @@ from flacompose.ops._launch.launch import launching_by
 from flacompose.ops._recurrences.matrix import eager
 from flacompose.ops._recurrences.matrix.delta_rule import cuda as delta_rule
 from flacompose.ops._recurrences.matrix.delta_rule import hopper, launch_factors, plan
-from flacompose.ops._recurrences.matrix.delta_rule.hopper.backward import hopper_backward_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_block_gradients import (
     hopper_channel_block_gradient_kernel,
 )
-from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_factors import hopper_channel_factor_kernel
-from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_gradients import (
-    hopper_channel_gradient_kernel,
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_chunk_gradients import (
+    hopper_channel_chunk_gradient_kernel,
 )
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_factors import hopper_channel_factor_kernel
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_backward import hopper_head_backward_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import (
     hopper_head_factor_kernel,
     hopper_inverse_kernel,
 )
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_gradients import hopper_head_gradient_kernel
-from flacompose.ops._recurrences.matrix.delta_rule.hopper.state_passing import hopper_state_passing_kernel
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_state_passing import (
+    hopper_head_state_passing_kernel,
+)
 from flacompose.ops._recurrences.matrix.delta_rule.operands import operands
 from flacompose.ops._recurrences.matrix.inputs import Inputs
 
 CPU = torch.device("cpu")
 OF_HEADS = {hopper_head_factor_kernel, hopper_head_gradient_kernel}
-FORWARDS = {hopper_inverse_kernel, hopper_state_passing_kernel}
-JOINT = {hopper_backward_kernel}
+FORWARDS = {hopper_inverse_kernel, hopper_head_state_passing_kernel}
+JOINT = {hopper_head_backward_kernel}
 OF_CHANNELS = {
     hopper_channel_factor_kernel,
-    hopper_channel_gradient_kernel,
+    hopper_channel_chunk_gradient_kernel,
     hopper_channel_block_gradient_kernel,
 }
 KERNELS = {

@@ -1,20 +1,6 @@
 """Triton kernels of the delta rule's gradients with a gate for each channel.
 
-Which kernel computes the gradients of queries, keys, `a`, beta and gates depends on the strength of gates, for one gate
-everywhere as in the first column:
-
-    gates         condition in bfloat16        kernel                                file
-    0 to -1.4     32 tokens sum to above -45,  hopper_channel_gradient_kernel        hopper/channel_gradients.py
-                  each gate is above -8
-    -1.4 to -5.6  8 tokens sum to above -45,   hopper_channel_block_gradient_kernel  hopper/channel_block_gradients.py
-                  each gate is above -8
-    below -5.6    otherwise                    delta_channel_gradient_kernel         channel_gradients.py
-    any           on all other chips           delta_channel_gradient_kernel         channel_gradients.py
-
-`hopper_channel_factor_kernel` tests the first condition for each chunk and writes `factorisable_chunks`.
-`hopper_channel_block_gradient_kernel` tests the second for each tile of channels and writes `factorisable_tiles`.
-All three are launched, and each returns at once for chunks that are not its own. KDA's gates, if they are bounded
-by -5, never need the last one.
+The second table of `plan` says which chunks and tiles they compute beside the kernels for Hopper.
 
 The state has two reads per token: by the key, or by `a` where it is given, before the token writes and with
 the gradient ``-dv``; and by the query, with the gradient ``do``. The key writes ``u = beta r``. `S` is the
@@ -162,7 +148,8 @@ def delta_channel_gradient_kernel(
     vectors,  # `KeyVectors`
     gk,  # [tokens, HV, K]
     values,  # `ValueVectors`
-    stored,  # `StoredPairs`, from `delta_channel_product_gradient_kernel`
+    # `StoredPairs`, from `delta_channel_product_gradient_kernel` or `hopper_channel_block_gradient_kernel`
+    stored,
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it
     made,  # `KeyGradients`

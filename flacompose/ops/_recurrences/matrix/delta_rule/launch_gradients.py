@@ -41,7 +41,7 @@ def gradients(
 ) -> dict[str, Tensor]:
     """The gradients of queries and, with `d_states`, of keys, `a`, `beta` and wanted gates.
 
-    The table of `channel_gradients` says which kernel computes which chunks and tiles where gates are of channels.
+    With gates of channels several kernels are launched; the second table of `plan` says which tiles each computes.
     """
     tokens, H, HV, tiles = x.tokens, x.q.shape[2], x.tokens.H, plan.gradients.tiles
     heads = H if plan.gradients.adds_heads else HV

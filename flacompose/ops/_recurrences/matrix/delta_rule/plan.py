@@ -1,31 +1,48 @@
 """The plan of one call of the delta rule on CUDA: the kernels of each step, and their configurations.
 
-This is the only file of this folder that asks for the chip, dtypes, sizes and alignment. Forward, for each chunk the
-WY factors, then state passing ("read by `k`" is: without `a` and `read_before`):
+This is the only file of this folder that asks for the chip, dtypes, sizes and alignment. Hopper's kernels take
+bfloat16 that is aligned, and are in no graph: see `_launch/hopper`. "Read by `k`" means that neither `a` nor
+`read_before` is given.
 
-    gates          condition                                  kernel                          file
-    heads or none  Hopper, K and V 64 or 128, read by `k`     hopper_inverse_kernel           hopper/head_factors.py
-                                                              hopper_state_passing_kernel     hopper/state_passing.py
-    heads or none  Hopper, K 64 or 128                        hopper_head_factor_kernel       hopper/head_factors.py
-    heads or none  otherwise                                  delta_factor_kernel             kernels.py
-    channels       Hopper, K 64 or 128, gates factorisable    hopper_channel_factor_kernel    hopper/channel_factors.py
-                   about the middles of blocks
-    channels       otherwise                                  delta_channel_factor_kernel     channel_factors.py
-    any            long rows: state before each segment       delta_join_kernel               kernels.py
-    any            state passing, but in the first line       delta_state_passing_kernel      kernels.py
+Forward: for each chunk the WY factors, then state passing.
 
-Backward, `delta_state_passing_kernel` or `delta_both_directions_kernel` for the states,
-`delta_backward_state_passing_kernel` for their gradients, and for each chunk:
+    gates          condition                              kernel                            file
+    heads or none  Hopper, K, V 64 or 128, read by `k`    hopper_inverse_kernel             hopper/head_factors.py
+                                                          hopper_head_state_passing_kernel  hopper/head_state_passing.py
+    heads or none  Hopper, K 64 or 128                    hopper_head_factor_kernel         hopper/head_factors.py
+    heads or none  otherwise                              delta_factor_kernel               kernels.py
+    channels       Hopper, K 64 or 128, 8 tokens sum to   hopper_channel_factor_kernel      hopper/channel_factors.py
+                   above -45
+    channels       otherwise                              delta_channel_factor_kernel       channel_factors.py
+    any            long rows: state before each segment   delta_join_kernel                 kernels.py
+    any            state passing, except in the first row delta_state_passing_kernel        kernels.py
 
-    heads or none  Hopper, read by `k`, K = V, many programs  hopper_backward_kernel          hopper/backward.py
-    heads or none  Hopper, at most 4 heads share keys         hopper_head_gradient_kernel     hopper/head_gradients.py
-    heads or none  K > 128 (float32: > 32)                    delta_stored_product_kernel,    stored_products.py
-                                                              delta_stored_product_gradient_kernel
-    heads or none  otherwise                                  delta_head_gradient_kernel      head_gradients.py
-    channels       see the table of `channel_gradients`
+Backward: the WY factors, `delta_state_passing_kernel` or `delta_both_directions_kernel` for the states,
+`delta_backward_state_passing_kernel` for their gradients, and for each chunk the gradients of queries, keys, `a`, beta
+and gates.
 
-The gradient of gates of heads follows from the gradients of their sums: `head_gate_gradient_kernel`. Hopper's
-kernels take bfloat16 that is aligned, and are in no graph: see `_launch/hopper`.
+    gates          condition                              kernel                            file
+    heads or none  Hopper, read by `k`, K = V, many       hopper_head_backward_kernel       hopper/head_backward.py
+                   programs: with state passing
+    heads or none  Hopper, at most 4 heads share keys     hopper_head_gradient_kernel       hopper/head_gradients.py
+    heads or none  K > 128 (float32: > 32)                delta_stored_product_kernel,      stored_products.py
+                                                          delta_stored_product_gradient_kernel
+    heads or none  otherwise                              delta_head_gradient_kernel        head_gradients.py
+    channels       Hopper, 32 tokens sum to above -45     hopper_channel_chunk_gradient_kernel
+                                                                             hopper/channel_chunk_gradients.py
+    channels       Hopper, 8 tokens sum to above -45      hopper_channel_block_gradient_kernel
+                                                                             hopper/channel_block_gradients.py
+    channels       Hopper, stronger gates                 delta_channel_gradient_kernel     channel_gradients.py
+    channels       otherwise                              delta_channel_product_gradient_kernel,
+                                                          delta_channel_gradient_kernel     channel_gradients.py
+
+If all gates of channels are equal, 32 tokens sum to above -45 for gates from -1.4 to 0, and 8 tokens for gates from
+-5.6 to 0, which contain all gates of KDA that are bounded by -5. Each gate must be above -8 too. The device decides:
+`hopper_channel_factor_kernel` marks each chunk in `factorisable_chunks`, `hopper_channel_block_gradient_kernel` marks
+each tile of channels in `factorisable_tiles`. The three gradient kernels of channels on Hopper are all launched, in
+this order, and a program returns at once if its chunk or tile is not its own.
+
+The gradient of gates of heads follows from the gradients of their sums, by `head_gate_gradient_kernel`.
 """
 
 from __future__ import annotations
@@ -49,7 +66,7 @@ from flacompose.ops._recurrences.matrix.delta_rule.operands import CallOperands,
 # and `a`. Each sum is rounded to the dtype of the inputs, and with more heads these roundings would exceed
 # the kernels' own error.
 LARGEST_GROUP = 4
-# How many programs of `hopper_backward_kernel` a Hopper chip runs at a time, by the size of heads.
+# How many programs of `hopper_head_backward_kernel` a Hopper chip runs at a time, by the size of heads.
 AT_ONCE = {64: 264, 128: 132}
 
 
@@ -162,7 +179,7 @@ def state_passing(
     tiles, tiles_of_keys = tile_count(V, of_values["BV"]), tile_count(K, of_keys["BV"])
     if takes_inverses:  # a program has all values
         forwards, keys = (
-            Step("hopper.state_passing", "hopper_state_passing_kernel", {"num_warps": width // 16})
+            Step("hopper.head_state_passing", "hopper_head_state_passing_kernel", {"num_warps": width // 16})
             for width in (V, K)
         )
     else:
@@ -194,7 +211,7 @@ def _head_gradients(x: CallOperands, do: Tensor, passing: Passing, with_keys: bo
     tokens, (H, K), C = x.tokens, x.q.shape[2:], x.tokens.C
     takes = partial(hopper.takes, tokens.chip, (*x.read_by, do))
     if with_keys and _passes_states(x, passing) and takes(K):
-        step = Step("hopper.backward", "hopper_backward_kernel", {"num_warps": K // 16})
+        step = Step("hopper.head_backward", "hopper_head_backward_kernel", {"num_warps": K // 16})
         return GradientPlan((step,), passes_states=True)
     if with_keys and tokens.H // H <= LARGEST_GROUP and takes(K, tokens.V):
         # Heads of values that share keys are processed one after the other: each adds to the stored sum of
@@ -241,7 +258,7 @@ def _channel_gradients(x: CallOperands, do: Tensor) -> GradientPlan:
     if hopper.takes(tokens.chip, (*x.read_by, do), tokens.K, tokens.V):
         in_gluon = {"BK": config["BK"], "num_warps": 4}
         steps = (
-            Step("hopper.channel_gradients", "hopper_channel_gradient_kernel", in_gluon, tiles),
+            Step("hopper.channel_chunk_gradients", "hopper_channel_chunk_gradient_kernel", in_gluon, tiles),
             Step("hopper.channel_block_gradients", "hopper_channel_block_gradient_kernel", in_gluon, tiles),
             others(config=config | {"FACTORISABLE": False}),
         )

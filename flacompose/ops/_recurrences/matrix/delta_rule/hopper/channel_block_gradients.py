@@ -15,7 +15,9 @@ from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_g
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from flacompose.ops._recurrences.matrix import gates_of_channels
-from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_gradients import store_gradients_of_keys
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_chunk_gradients import (
+    store_gradients_of_keys,
+)
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.gates import (
     BLOCKS,
     FACTORISABLE_IN_CHUNK,
@@ -201,8 +203,9 @@ def hopper_channel_block_gradient_kernel(
     d_states,  # [chunks, HV, K, V], after it
     made,  # `KeyGradients`
     dgk,  # [tokens, HV, K]
-    factorisable_chunks,  # [chunks, HV]; `hopper/channel_gradients` computes `FACTORISABLE_IN_CHUNK`
-    factorisable_tiles,  # [chunks, HV, tiles of K], whether `hopper/channel_gradients` or this kernel computes the tile
+    factorisable_chunks,  # [chunks, HV]; `hopper/channel_chunk_gradients` computes `FACTORISABLE_IN_CHUNK`
+    # [chunks, HV, tiles of K], whether `hopper/channel_chunk_gradients` or this kernel computes the tile
+    factorisable_tiles,
     cu_seqlens,
     T,
     N,

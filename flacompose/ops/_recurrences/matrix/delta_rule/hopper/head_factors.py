@@ -278,7 +278,7 @@ def hopper_inverse_kernel(
     K: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Fills `Y` and, if given, `log_norm`, for `hopper_state_passing_kernel` of `hopper/state_passing`.
+    """Fills `Y` and, if given, `log_norm`, for `hopper_head_state_passing_kernel` of `hopper/head_state_passing`.
 
     `Y` has two parts: the larger ones on and above the diagonal, and the smaller ones, transposed, below it.
     """

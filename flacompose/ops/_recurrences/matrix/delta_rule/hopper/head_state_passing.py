@@ -1,6 +1,6 @@
 """State passing forwards in time on Hopper, in Gluon: bfloat16, heads of 64 and 128 keys and values.
 
-`hopper_state_passing_kernel` of `kernels` takes the matrices W and P of each chunk, which have to be written
+`hopper_head_state_passing_kernel` of `kernels` takes the matrices W and P of each chunk, which have to be written
 and read. This one takes only Y, and only half of the triangular matrix. With ``A[t, s] = q_t . k_s``, decayed
 by the gates between, it computes
 
@@ -159,7 +159,7 @@ def _multiply(x, y, smaller, acc, USE_ACC: gl.constexpr = True):
 
 
 @gluon.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
-def hopper_state_passing_kernel(
+def hopper_head_state_passing_kernel(
     # The parameters of `delta_state_passing_kernel` in `kernels`, with the same meanings, except Y and `beta`.
     factors,  # `WYFactors`: `q_read`, `k_read`, and Y from `hopper_inverse_kernel`
     decays,  # `ChunkDecays`: sums and log_norm

@@ -129,7 +129,7 @@ def store_gradients_of_keys(written, d_reader, k_s, beta_t, dbeta, dk, da, first
 
 
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
-def hopper_channel_gradient_kernel(
+def hopper_channel_chunk_gradient_kernel(
     # The parameters of `delta_channel_gradient_kernel` in `channel_gradients`, with the same meanings, and
     # `factorisable_chunks`.
     vectors,  # `KeyVectors`

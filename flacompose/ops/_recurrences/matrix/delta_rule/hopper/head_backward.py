@@ -83,7 +83,7 @@ def _add_transposed(x, y_s, acc):
 
 
 @gluon.jit(do_not_specialize=["T", "N", "HV", "SEGMENTS", "scale"])
-def hopper_backward_kernel(
+def hopper_head_backward_kernel(
     # The parameters of the kernels named above, with the same meanings.
     q,  # [tokens, HV / GROUP, D]
     k,  # [tokens, HV / GROUP, D]
