@@ -7,8 +7,8 @@ multiprocessor busy. A program of state passing has a multiprocessor to itself, 
 while it computes one.
 
 Each of these kernels, or two of them together, computes the results of one or two Triton kernels. Triton's
-run on all other chips, in Triton's interpreter, in graphs for AOTInductor, and for other dtypes, sizes of
-heads and alignments. They remain the specification.
+run on all other chips, in Triton's interpreter, in graphs for AOTInductor, for other dtypes, sizes of heads and
+alignments, and for gates of channels that are too strong for the Gluon kernels. They remain the specification.
 """
 
 from __future__ import annotations

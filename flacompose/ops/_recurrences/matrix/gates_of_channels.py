@@ -1,9 +1,9 @@
 """Gates of channels in a chunk: their local sums, and the test of whether their decays are factorisable.
 
 A level of blocks is a mask of pairs of tokens, and local sums of gates are products with a 0/1 matrix. The
-gates of a chunk are factorisable if the decay between any two tokens is a product of two factors
-about the chunk's middle that float32 can hold, though half of their exponents may be positive (`FACTORISABLE_BOUND`
-bounds them). One product then contains all pairs, without levels.
+gates of a chunk are factorisable if the decay between any two tokens is a product of two factors about the chunk's
+middle that float32 can hold. One of them may exceed 1; `FACTORISABLE_BOUND` bounds their exponents. One product then
+contains all pairs, without levels.
 """
 
 from __future__ import annotations
@@ -124,7 +124,9 @@ def size_of_sums(write, read):
 
 @triton.jit
 def size_of_gate(g, DOT: tl.constexpr):
-    """A multiple of each gate, which must be below `FACTORISABLE_BOUND` too if the gradient of the gates is wanted.
+    """The size of each gate, scaled so that its bound, 4 or in bfloat16 8, becomes `FACTORISABLE_BOUND`.
+
+    Channel decay and low rank test it where the gradient of gates is wanted, the delta rule always.
 
     If a gate decays something to less than exp(-4), or exp(-8) where products are rounded to bfloat16, its
     gradient would drown in the rounding errors of the pairs that it does not decay.

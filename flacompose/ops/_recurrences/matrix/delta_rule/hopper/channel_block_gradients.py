@@ -1,10 +1,10 @@
 """Gradients of tiles whose gates of channels are factorisable in blocks of 16 tokens, on Hopper, in Gluon.
 
-All gates from -5 to 0 are factorisable in such blocks, but in a whole chunk only weak ones are. Readers and
-writing keys contain their gates up to their block's middle or from there. The decay between two middles is
-one factor per channel, the same for all tokens of both blocks. So one product contains the contributions of
-one block of keys to all readers, and each block of readers is then multiplied by its factor. In the same way
-another product contains the contributions of one block of readers to all keys.
+All gates from -5 to 0 are factorisable in such blocks, but in a whole chunk only weak ones are. Each reader is
+multiplied by the decay from its block's middle, and each writing key by the decay to it. The decay between two
+middles is one factor per channel, the same for all tokens of both blocks. So one product contains the
+contributions of one block of keys to all readers, and each block of readers is then multiplied by its factor. In
+the same way another product contains the contributions of one block of readers to all keys.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ from flacompose.ops._tiles.hopper import (
 
 tf32_rounded = gluon.jit(gates_of_channels.tf32_rounded.fn)
 
-# The kinds of decay that the tokens of a block share. The first three are from the middle of block 0, 1 or 2
-# to the middle of the token's block, and the next three from there to the middle of block 1, 2 or 3. They are
-# 1 if that block is not later. The last two are from the chunk's start to the middle, and from there to the
-# chunk's end.
+The kinds of decay that the tokens of a block share. The first three are from the middle of block 0, 1 or 2 to the
+# middle of the token's block, and the next three from there to the middle of block 1, 2 or 3. A kind is 1 if its
+# end is not later than its beginning. The last two are from the chunk's start to the middle, and from there to
+# the chunk's end.
 TO_BLOCK = gl.constexpr(2)  # added to 1, 2 or 3
 FROM_START = gl.constexpr(6)
 TO_END = gl.constexpr(7)

@@ -1,9 +1,9 @@
 """Gradients of chunks with factorisable gates of channels on Hopper, in Gluon: bfloat16, heads of 64 and 128.
 
-The kernel computes the chunks that `hopper_channel_factor_kernel` has marked as `FACTORISABLE_IN_CHUNK`, including the
-gradients of pairs. `hopper/channel_block_gradients` computes the other chunks. A product of two float32
-factors is one of bfloat16 parts, because a product in TF32 requires the contracted axis to be the last of
-both operands in shared memory."""
+The kernel computes the chunks that `hopper_channel_factor_kernel` has marked as `FACTORISABLE_IN_CHUNK`,
+including the gradients of pairs. The kernels of `hopper/channel_block_gradients` and `channel_gradients` compute
+the other chunks. A product of two float32 factors is one of bfloat16 parts, because a product in TF32 requires
+the contracted axis to be the last of both operands in shared memory."""
 
 from __future__ import annotations
 

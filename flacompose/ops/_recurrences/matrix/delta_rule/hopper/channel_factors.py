@@ -65,8 +65,8 @@ TO_END = gl.constexpr(BLOCKS.value + 1)
 OF_CHUNK = gl.constexpr(BLOCKS.value + 2)
 FROM_MIDDLE = gl.constexpr(BLOCKS.value + 3)
 KINDS = gl.constexpr(BLOCKS.value + 4)
-# A reader before its block's middle is multiplied by up to exp(45), and the key by as little as exp(-45) in
-# return, besides the decay between both. For readers of other blocks, keys are multiplied by this number, so
+# A reader before its block's middle is multiplied by up to exp(45), and its writing key is divided by the same
+# number. For readers of other blocks, keys are multiplied by this number, so
 # that float32 can hold them, and the products are divided by it. Sums of products of up to 3e20 still fit.
 RAISED = gl.constexpr(2.0**60)
 ROOT_OF_RAISED = gl.constexpr(2.0**30)

@@ -17,7 +17,7 @@ from_block_middle = gluon.jit(gates_of_channels.from_block_middle.fn)
 size_of_gate = gluon.jit(gates_of_channels.size_of_gate.fn)
 
 # The marks of chunks that `hopper_channel_factor_kernel` of `hopper/channel_factors` writes: gates are factorisable
-# about the chunk's middle, or only about the middles of blocks. 0 leaves a chunk to Triton's kernel.
+# about the chunk's middle, or only about the middles of blocks. 0 leaves the factors of a chunk to Triton's kernel.
 FACTORISABLE_IN_CHUNK = gl.constexpr(1)
 FACTORISABLE_IN_BLOCKS = gl.constexpr(2)
 
@@ -84,8 +84,8 @@ def per_block(x, tokens: gl.constexpr):
 def decayed(x, roots_s):
     """`x`, each block of its tokens times a decay, whose root is in ``roots_s [BLOCKS, D]``.
 
-    The decay may be too small for float32 although its product with `x` is not: gates up to a block's middle,
-    or from there, may have made `x` exp(45) times as large as the given vectors.
+    The root is given because the decay itself may be too small for float32 although its product with `x` is not:
+    gates up to a block's middle, or from there, may have made `x` exp(45) times as large as the given vectors.
     """
     of_blocks = per_block(x, BLOCK)
     roots = roots_s.load(gl.SliceLayout(1, of_blocks.type.layout))[:, None, :]
