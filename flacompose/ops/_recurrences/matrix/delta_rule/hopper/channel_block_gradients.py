@@ -57,7 +57,7 @@ from flacompose.ops._tiles.hopper import (
 
 tf32_rounded = gluon.jit(gates_of_channels.tf32_rounded.fn)
 
-The kinds of decay that the tokens of a block share. The first three are from the middle of block 0, 1 or 2 to the
+# The kinds of decay that the tokens of a block share. The first three are from the middle of block 0, 1 or 2 to the
 # middle of the token's block, and the next three from there to the middle of block 1, 2 or 3. A kind is 1 if its
 # end is not later than its beginning. The last two are from the chunk's start to the middle, and from there to
 # the chunk's end.
