@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from inspect import getmembers, signature
 from math import prod
@@ -81,6 +80,3 @@ def fast_interpreter() -> None:
     interpreter._get_np_dtype = _get_np_dtype
     if vars(tl.tensor(None, tl.int32)).keys() == {"handle", "shape", "numel", "type", "dtype"}:
         tl.tensor.__init__ = _init
-    # Half of an addition of integers is the question whether it overflows, which no offset in tensors so small does.
-    builder = interpreter.interpreter_builder
-    builder.options = replace(builder.options, sanitize_overflow=False)

@@ -47,6 +47,7 @@ def matrix_ends(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 def recurrent(inputs: Inputs, count: int | None = None, stride: int | None = None) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``, or ``[N, count, HV, K, V]`` with `count` and `stride`."""
+    scheme(inputs)  # refuses arguments that no scheme takes together, as the other forms do
     return operands.recurrent(**inputs._asdict(), count=count, stride=stride)
 
 
@@ -55,5 +56,6 @@ steps = recurrent
 
 def update(inputs: Inputs, normalize: int) -> tuple[Tensor, Tensor]:
     """`recurrent`, which in a graph overwrites the old state. It may divide by norms first."""
+    scheme(inputs)
     eps = NORM_EPS if normalize else None
     return operands.recurrent(**inputs._asdict(), norm_eps=eps, in_place=launches_into_graph())

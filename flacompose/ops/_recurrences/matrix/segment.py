@@ -111,8 +111,8 @@ class ChannelGates:
         one's `b`, both decayed to the boundary.
         """
         P = (a * b).sum(-1, keepdim=True).unsqueeze(-1)  # [..., C / b, b, b] with b = 1
-        for level, (read, write) in enumerate(self.levels):
-            a_1, b_0 = halves(_blocks(a, level))[1] * read, halves(_blocks(b, level))[0] * write
+        for level in range(len(self.levels)):
+            a_1, b_0 = self._at_boundaries(a, b, level)
             P_0, P_1 = halves(P)
             P = _joined(P_0, a_1 @ b_0.mT, P_1)
         return P.squeeze(-3).tril(diagonal)
@@ -122,15 +122,19 @@ class ChannelGates:
         diagonal = dP.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
         da, db, levels = diagonal * b, diagonal * a, []
         for level, (read, write) in enumerate(self.levels):
-            a_1, b_0 = halves(_blocks(a, level))[1] * read, halves(_blocks(b, level))[0] * write
-            size = 1 << level
-            between = _diagonal(dP, 2 * size)[..., size:, :size]
+            a_1, b_0 = self._at_boundaries(a, b, level)
+            between = _between(dP, 1 << level)
             d_read, d_write = between @ b_0, between.mT @ a_1
             levels.append((a_1 * d_read, b_0 * d_write))
             zero = torch.zeros_like(d_write)
-            da = da + torch.stack([zero, d_read * read], -3).flatten(-4, -2)
-            db = db + torch.stack([d_write * write, zero], -3).flatten(-4, -2)
+            da = da + _unhalve(zero, d_read * read).flatten(-3, -2)
+            db = db + _unhalve(d_write * write, zero).flatten(-3, -2)
         return PairGradient(da, db, levels)
+
+    def _at_boundaries(self, a: Tensor, b: Tensor, level: int) -> tuple[Tensor, Tensor]:
+        """`a` of the odd and `b` of the even blocks of this level, decayed to the boundary between both."""
+        read, write = self.levels[level]
+        return halves(_blocks(a, level))[1] * read, halves(_blocks(b, level))[0] * write
 
     def gradient(
         self, levels: list[tuple[Tensor, Tensor]], read: Tensor, write: Tensor, total: Tensor
@@ -157,6 +161,7 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unhalve(even: Tensor, odd: Tensor) -> Tensor:
+    """The blocks whose `halves` are these."""
     return torch.stack([even, odd], -3).flatten(-4, -3)
 
 
@@ -168,6 +173,11 @@ def _blocks(x: Tensor, level: int) -> Tensor:
 def _diagonal(x: Tensor, b: int) -> Tensor:
     """The blocks of ``b`` tokens on the diagonal of ``[..., C, C]``, as ``[..., C / b, b, b]``."""
     return x.unflatten(-2, (-1, b)).unflatten(-1, (-1, b)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+def _between(x: Tensor, b: int) -> Tensor:
+    """The blocks of ``[..., C, C]`` between odd blocks of ``b`` tokens, in rows, and the even blocks before them."""
+    return _diagonal(x, 2 * b)[..., b:, :b]
 
 
 def _joined(x_0: Tensor, between: Tensor, x_1: Tensor) -> Tensor:
@@ -188,8 +198,7 @@ def inverse(A: Tensor) -> Tensor:
     Y = torch.linalg.solve_triangular(blocks + eye, eye.expand_as(blocks), upper=False, unitriangular=True)
     while b < C:
         Y_0, Y_1 = halves(Y)
-        between = _diagonal(A, 2 * b)[..., b:, :b]
-        Y = _joined(Y_0, -(Y_1 @ between @ Y_0), Y_1)
+        Y = _joined(Y_0, -(Y_1 @ _between(A, b) @ Y_0), Y_1)
         b *= 2
     return Y.squeeze(-3)
 
@@ -221,6 +230,7 @@ class Segment:
         raise NotImplementedError
 
     def split(self, x: Tensor) -> Tensor:
+        """``x [B, T, HV, D]`` or ``[B, T, H, D]`` in chunks."""
         return self.chunks.split(x).unflatten(1, (self.inputs.q.shape[2], -1))
 
     def read(self, x: Tensor) -> Tensor:
@@ -254,20 +264,20 @@ class Segment:
         writes: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """``S <- decay S + added + writes^T y`` over the chunks, ``y = Y (x + reads S)``: S before each, and y."""
-        shape, tensors = (
-            self.v.shape[:4],
-            (decay, Y, x, reads, writes.mT, *([] if added is None else [added])),
-        )
-        decay_, Y_, x_, reads_, writes_, *added_ = (
-            z.expand(*shape, *z.shape[-2:]).flatten(0, 2).unbind(1) for z in tensors
-        )
-        y = list(x_)
+        shape = self.v.shape[:4]
+
+        def by_chunk(z: Tensor) -> tuple[Tensor, ...]:
+            return z.expand(*shape, *z.shape[-2:]).flatten(0, 2).unbind(1)
+
+        decays, Ys, xs, each_reads, each_writes = map(by_chunk, (decay, Y, x, reads, writes.mT))
+        each_added = None if added is None else by_chunk(added)
+        y = list(xs)  # replaced chunk by chunk, in either direction of time
 
         def step(i: int, S: Tensor) -> Tensor:
-            heads, S = S.shape[:2], S.flatten(0, 1)
-            y[i] = torch.bmm(Y_[i], torch.baddbmm(x_[i], reads_[i], S))
-            S = torch.addcmul(added_[0][i], S, decay_[i]) if added_ else S * decay_[i]
-            return torch.baddbmm(S, writes_[i], y[i]).unflatten(0, heads)
+            batch, S = S.shape[:2], S.flatten(0, 1)
+            y[i] = torch.bmm(Ys[i], torch.baddbmm(xs[i], each_reads[i], S))
+            S = S * decays[i] if each_added is None else torch.addcmul(each_added[i], S, decays[i])
+            return torch.baddbmm(S, each_writes[i], y[i]).unflatten(0, batch)
 
         S = passing.over(self.chunks.at, step).unflatten(1, shape[1:3])
         return S, torch.stack(y, 1).unflatten(0, shape[:3])

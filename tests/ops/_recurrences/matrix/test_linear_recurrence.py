@@ -232,14 +232,22 @@ def test_what_is_refused(arguments: str, message: str) -> None:
     ],
 )
 def test_no_scheme_ignores_an_argument(given: str, refused: str) -> None:
-    """Of the operator itself, which the function does not call so."""
+    """Of the operator itself, which the function does not call so; of one token too, on a GPU before its kernel."""
+    cuda = pytest.importorskip("flacompose.ops._recurrences.matrix.cuda")
     B, T, H, K, V = 1, 3, 2, 4, 5
     sizes = {"q": (H, K), "k": (H, K), "v": (H, V), "g": (H,), "gk": (H, K), "gv": (H, V), "beta": (H,)}
     tensors = {name: torch.zeros(B, T, *size) for name, size in sizes.items()}
     tensors |= {"a": tensors["k"], "b": tensors["k"], "u": torch.zeros(H, K), "g_gamma": torch.zeros(H)}
     chosen = {name: tensors.get(name, True) for name in ("q", "k", "v", *given.split())}
-    with pytest.raises(ValueError, match=refused):
-        torch.ops.flacompose.matrix_recurrence_chunk(*Inputs(**chosen))
+    token = {name: x[:, :1] if name in sizes or name in ("a", "b") else x for name, x in chosen.items()}
+    for form, inputs in (
+        (torch.ops.flacompose.matrix_recurrence_chunk, Inputs(**chosen)),
+        (torch.ops.flacompose.matrix_recurrence_recurrent, Inputs(**token)),
+        (lambda *x: cuda.recurrent(Inputs(*x)), Inputs(**token)),
+        (lambda *x: cuda.update(Inputs(*x), 0), Inputs(**token)),
+    ):
+        with pytest.raises(ValueError, match=refused):
+            form(*inputs)
 
 
 @pytest.mark.parametrize("given", ["gk", "a b"])

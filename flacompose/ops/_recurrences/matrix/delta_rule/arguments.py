@@ -32,7 +32,8 @@ class ChunkDecays(NamedTuple):
     sums: Any = None  # [chunks, HV, C], as in `GateSums`
     rest: Any = None  # [chunks, HV, C]
     total: Any = None  # [chunks, HV, K], the decay of each chunk by gates of channels
-    log_norm: Any = None  # [chunks, HV], the log-norm bound: passes for `ends` cover `chunks_that_count` only
+    # [chunks, HV], the log-norm bound. With it, passes for `ends` skip chunks before which the state has decayed to 0.
+    log_norm: Any = None
 
 
 class PassedStates(NamedTuple):
@@ -62,9 +63,7 @@ class StoredPairs(NamedTuple):
 
     pairs: Any  # [chunks, HV, 2, (PARTS,) C, C]: `of_q` and `of_k`, without their diagonals
     diagonal: Any  # [chunks, HV, C]: the diagonal of `of_q`
-    of_before: Any = (
-        None  # [chunks, HV, C], with `READ_BEFORE`: `of_k` for the token before, which no gate decays
-    )
+    of_before: Any = None  # [chunks, HV, C], with `READ_BEFORE`: `of_k` for the token before, not decayed
 
 
 class KeyGradients(NamedTuple):

@@ -21,11 +21,11 @@ from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay
 
 
 class CallGates(NamedTuple):
-    """The gates of chunks, if there are any: `sums` of gates of heads, the others of gates of channels."""
+    """The gates of chunks, if there are any. The kernels of the factors fill `total` and `factorisable_chunks`."""
 
-    sums: GateSums = GateSums()
-    total: Tensor | None = None  # filled with the factors, like the marks
-    factorisable_chunks: Tensor | None = None  # marks of chunks
+    sums: GateSums = GateSums()  # of gates of heads
+    total: Tensor | None = None  # the decay of each chunk by gates of channels
+    factorisable_chunks: Tensor | None = None  # by gates of channels
 
 
 def gates(x: CallOperands, g: Tensor | None) -> CallGates:

@@ -92,7 +92,7 @@ def with_state_passing(
     """`backwards` of state passing and the gradients of queries, keys and `beta` in one kernel.
 
     Returns gradients for each head of values, and `d_sums` and `d_total` of gates. It overwrites `r` with dv, and
-    W with the gradient of queries: a program has read both of a chunk when it stores their successors.
+    W with the gradient of queries: a program reads `r` and W of a chunk before it overwrites them.
     """
     tokens, K, sums = x.tokens, x.tokens.K, passing.decays.sums
     d_final = starts_of_gradients(passing, do, d_final)
