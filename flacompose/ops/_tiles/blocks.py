@@ -11,6 +11,7 @@ import triton.language as tl
 LOWEST_GATE = tl.constexpr(-128.0)
 LOWEST_RATE = tl.constexpr(-3.4028234663852886e38)  # the lowest number of float32
 DECAYS_TO_ZERO = tl.constexpr(-1e31)  # the bound of `decays_to_zero` in `_tensors/gates.py`
+LOG2_E = tl.constexpr(1.4426950408889634)
 SOFTPLUS_THRESHOLD = tl.constexpr(20.0)  # PyTorch's softplus is the identity above it
 
 
@@ -293,6 +294,13 @@ def softplus(x):
     u = 1.0 + e
     log = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
     return tl.where(x <= SOFTPLUS_THRESHOLD, log, x)  # NaN if x is NaN, which the minimum above drops
+
+
+@triton.jit
+def sigmoid(x):
+    """``1 / (1 + e^-x)``, in fewer instructions than a division takes."""
+    root = tl.rsqrt(1 + tl.exp2(x.to(tl.float32) * -LOG2_E))
+    return root * root
 
 
 @triton.jit
