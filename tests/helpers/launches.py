@@ -429,9 +429,11 @@ def other_calls(dtype: torch.dtype, T: Size, bounds: Size | None = None) -> Iter
             yield from _calls(f"short_conv D={D} W={W} {at}", short_conv, args, x, masks, state)
         for S in (1, 16, 200):
             B, state = new(1, T, 1, S, dtype=dtype), new(rows, D, S)
-            args = x, g, new(D, S), B, B, state, cu_seqlens
-            masks = _masks("x dt A B C initial_state", "x")
-            yield from _calls(f"selective_scan D={D} S={S} {at}", selective_scan, args, x, masks, state)
+            masks = list(_masks("x dt A B C D z dt_bias initial_state", "x"))
+            for around in (new(D), x, new(D)), (None, None, None):
+                args = x, g, new(D, S), B, B, *around, state, cu_seqlens, around[0] is not None
+                given = [[want and y is not None for want, y in zip(mask, args)] for mask in masks]
+                yield from _calls(f"selective_scan D={D} S={S} {at}", selective_scan, args, x, given, state)
 
 
 def every_call(
