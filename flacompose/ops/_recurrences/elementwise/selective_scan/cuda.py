@@ -30,7 +30,7 @@ CHUNK = 16
 STATES = 16
 # (tokens of a tile, a divisor of `CHUNK`; its most channels).
 SWEEP, GRADIENT = (4, 32), (8, 16)
-NOTHING = Around(None, None, None)
+NOTHING = Around(None, None)
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -52,37 +52,33 @@ def ends(inputs: Inputs) -> tuple[Tensor, ...]:
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     wants, inputs, run = call.wants, call.inputs, _Launches(call.inputs)
-    state, dy, dz = (run.D, run.S), call.do.contiguous(), None
-    made: dict[str, Any] = {"before": run.per_chunk(*state) if wants("dt", "dt_bias", "A", "C") else None}
-    if inputs.z is not None and run.state_tiles == 1:
-        made["y"] = run.per_token(run.D, dtype=dy.dtype)
-        made["dz"] = run.per_token(run.D, dtype=inputs.z.dtype) if wants("z") else None
-        run.forwards(around=run.around._replace(dy=dy), **made)
-        dy, dz = made["y"], made["dz"]
-    else:
-        if inputs.z is not None:
-            y = run.per_channel(inputs.x.dtype)
-            if wants("z"):
-                run.forwards(y=y)
-            dy, dz = eager.of_gate(inputs, inputs.z, run.summed(y) if wants("z") else None, dy)
-        if made["before"] is not None:
-            run.forwards(**made)
-    pass_states = partial(run.pass_states, x=dy, REVERSE=True)
+    state, do, dz, around = (run.D, run.S), call.do.contiguous(), None, run.around
+    before = run.per_chunk(*state) if wants("dt", "dt_bias", "A", "C", "z") else None
+    if inputs.z is not None and run.state_tiles > 1:
+        y = run.per_channel(inputs.x.dtype) if wants("z") else None
+        if y is not None:
+            run.forwards(y=y)
+        do, dz = eager.of_gate(inputs, inputs.z, None if y is None else run.summed(y), do)
+    elif inputs.z is not None and wants("z"):
+        dz = run.per_token(run.D, dtype=inputs.z.dtype)
+    if before is not None:
+        run.forwards(before=before)
+    # The gradient of a state does not depend on the skip.
+    pass_states = partial(run.pass_states, x=do, around=around._replace(skip=None), REVERSE=True)
     d_final = run.row.starts(pass_states, call.arriving.final_state)
 
     sizes, count = run.sizes(GRADIENT), run.row.count
     programs, BD = run.programs(sizes["BD"]), sizes["BD"]
     per_group = tile_count(run.P, BD), run.G, run.S
     start = call.wanted_input("initial_state")
-    # A program reads `dy` of a chunk before it writes `dx`.
-    shared = made.get("y") if run.state_tiles == 1 and wants("x") else None
     found = Found(
-        dx=run.per_channel(inputs.x.dtype) if wants("x") and shared is None else shared,
+        dx=run.per_channel(inputs.x.dtype) if wants("x") else None,
         ddt=run.per_channel(inputs.dt.dtype) if wants("dt") else None,
         dA=run.per_segment(count, *state) if wants("A") else None,
         # A sum over the channels of a group; each tile of channels has its own.
         dB=run.per_token(*per_group, dtype=torch.float32) if wants("B") else None,
         dC=run.per_token(*per_group, dtype=torch.float32) if wants("C") else None,
+        dz=dz if run.state_tiles == 1 else None,
         d_skip=run.per_segment(count, run.D) if wants("D") else None,
         d_bias=run.per_segment(count, run.state_tiles, run.D) if wants("dt_bias") else None,
         d_initial=None if start is None else run.per_sequence(*state, dtype=start.dtype),
@@ -94,9 +90,9 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         **run.arguments,
         **sizes,
         steps=run.steps,
-        skip=run.skip,
-        dy=dy if shared is None else None,
-        before=made["before"],
+        around=around._replace(skip=run.skip),
+        do=do,
+        before=before,
         d_final=d_final,
         gradients=found,
         scratch=torch.empty(programs * 3 * CHUNK * BD, dtype=torch.float32, device=run.device),
@@ -109,7 +105,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         B=lambda: run.batched(found.dB).sum(2),
         C=lambda: run.batched(found.dC).sum(2),
         D=lambda: found.d_skip[:count].sum((0, 1)),
-        z=dz,
+        z=dz if dz is None or run.state_tiles > 1 else run.batched(dz),
         dt_bias=lambda: found.d_bias[:count].sum((0, 1, 2)),
         initial_state=found.d_initial,
     )
@@ -133,7 +129,7 @@ class _Launches(Sequences):
         self.state_tiles = tile_count(self.S, BS)
         self.operands = {"x": x, "A": A, "BC": BC}
         self.steps, self.softplus, self.skip = Steps(dt, bias), inputs.softplus, D
-        self.around = Around(D, z, None) if self.state_tiles == 1 else NOTHING
+        self.around = Around(D, z) if self.state_tiles == 1 else NOTHING
         self.arguments |= {"D": self.D, "S": self.S, "G": self.G, "CHUNK": CHUNK, "BS": BS}
         # In units of 32 tokens a segment has at least 64 * 32 = 2,048. Programs of one warp are small, so
         # twice as many run.

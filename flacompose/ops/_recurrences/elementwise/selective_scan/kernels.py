@@ -92,12 +92,10 @@ class Steps(NamedTuple):
 class Around(NamedTuple):
     skip: Any  # [D]
     z: Any  # [tokens, D]
-    dy: Any  # [tokens, D]: the gradient of the output; None forwards
 
 
 class Results(NamedTuple):
-    y: Any  # [tokens, state tiles, D]; with `dy`, its gradient before the gate
-    dz: Any  # [tokens, D]
+    y: Any  # [tokens, state tiles, D]
     before: Any  # [chunks, D, S]: the state before each chunk
     ends: Any  # [SEGMENTS, N, D, S], after each segment but the last
     sum_dt: Any  # [SEGMENTS, N, D], the sum of each segment's time steps
@@ -132,21 +130,19 @@ def _step(dt, bias, exists, SOFTPLUS: tl.constexpr):
 
 
 @triton.jit
-def _tile(x, dt, z, do, token, hi, d, in_d, D: tl.constexpr, TOKENS: tl.constexpr, REVERSE: tl.constexpr):
-    """`x`, `dt`, `z` and `do` of each token of a tile, where they are given."""
+def _tile(x, dt, z, token, hi, d, in_d, D: tl.constexpr, TOKENS: tl.constexpr, REVERSE: tl.constexpr):
+    """`x`, `dt` and, if it is given, `z` of each token of a tile."""
     x_tile = tile_of_channels(x, token, hi, d, in_d, D, TOKENS, REVERSE)
     dt_tile = tile_of_channels(dt, token, hi, d, in_d, D, TOKENS, REVERSE)
-    z_tile, do_tile = (), ()
+    z_tile = ()
     if z is not None:
         z_tile = tile_of_channels(z, token, hi, d, in_d, D, TOKENS, REVERSE)
-    if do is not None:
-        do_tile = tile_of_channels(do, token, hi, d, in_d, D, TOKENS, REVERSE)
-    return x_tile, dt_tile, z_tile, do_tile
+    return x_tile, dt_tile, z_tile
 
 
 @triton.jit(do_not_specialize=["T", "N", "SEGMENTS"])
 def selective_scan_kernel(
-    x,  # [tokens, D]; backwards dy
+    x,  # [tokens, D]; backwards the gradient of the output
     steps,  # `Steps`
     A,  # [D, S]
     BC,  # [tokens, G, 2, S], float32: B and C
@@ -176,8 +172,8 @@ def selective_scan_kernel(
     is computed separately.
     """
     dt, bias = steps
-    skip, z, do = around
-    y, dz, before, ends, sum_dt, final = results
+    skip, z = around
+    y, before, ends, sum_dt, final = results
     tile, segment, n = split_program(tl.cdiv(S, BS) * G * tl.cdiv(D // G, BD), SEGMENTS)
     if is_idle(segment, SEGMENTS, ends, y is not None or before is not None):
         return
@@ -204,15 +200,15 @@ def selective_scan_kernel(
     # 2. The operands of tokens are loaded one tile ahead: those of channels into registers, those of states
     # by a pipeline of three stages into shared memory, where every thread reads them.
     token = lo + (tl.maximum(stop - 1, 0) if REVERSE else begin) * TOKENS
-    following = _tile(x, dt, z, do, token, hi, d, in_d, D, TOKENS, REVERSE)
+    following = _tile(x, dt, z, token, hi, d, in_d, D, TOKENS, REVERSE)
     both = s[:, None] + tl.arange(0, 2)[None, :] * S
     for i in tl.range(begin, stop, num_stages=3):
         first = begin + stop - 1 - i if REVERSE else i
         token = lo + first * TOKENS
         left = tl.minimum(hi - token, TOKENS).to(tl.int32)
         next_token = tl.maximum(token - TOKENS, lo) if REVERSE else token + TOKENS
-        x_tile, dt_tile, z_tile, do_tile = following
-        following = _tile(x, dt, z, do, next_token, hi, d, in_d, D, TOKENS, REVERSE)
+        x_tile, dt_tile, z_tile = following
+        following = _tile(x, dt, z, next_token, hi, d, in_d, D, TOKENS, REVERSE)
         # 3. The state before a chunk.
         if (i - begin) % (CHUNK // TOKENS) == 0:
             h = decayed(begun, A_ * total[None, :]) + added
@@ -228,9 +224,18 @@ def selective_scan_kernel(
             x_ = x_tile[step].to(tl.float32)
             dt_ = _step(dt_tile[step], bias, is_token, SOFTPLUS)
             at_states = BC + (token * G + group) * (2 * S)
-            B_, C_ = tl.split(_of_states(at_states, j, left, both, in_s[:, None], G, S, BS))
+            if y is not None:
+                B_, C_ = tl.split(_of_states(at_states, j, left, both, in_s[:, None], G, S, BS))
+            elif REVERSE:
+                C_ = _of_states(at_states + S, j, left, s, in_s, G, S, BS)
+            else:
+                B_ = _of_states(at_states, j, left, s, in_s, G, S, BS)
             a_ = _decay(A_, dt_[None, :])
+            if z is not None:
+                gate = z_tile[step].to(tl.float32) * sigmoid(z_tile[step])
             if REVERSE:
+                if z is not None:
+                    x_ *= gate
                 added = a_ * (added + x_[None, :] * C_[:, None])
             else:
                 e_ = (dt_ * x_)[None, :] * B_[:, None]
@@ -238,20 +243,10 @@ def selective_scan_kernel(
                 if y is not None:
                     h = a_ * h + e_
                     y_ = tl.sum(h * C_[:, None], 0)
-                    at_token = (token + j) * D + d
                     if skip is not None:
                         y_ += skip_ * x_
                     if z is not None:
-                        z_ = z_tile[step].to(tl.float32)
-                        opened = sigmoid(z_)
-                        if do is None:
-                            y_ *= z_ * opened
-                        else:
-                            do_ = do_tile[step].to(tl.float32)
-                            if dz is not None:
-                                dz_ = do_ * y_ * opened * (1 + z_ * (1 - opened))
-                                tl.store(dz + at_token, dz_.to(dz.dtype.element_ty), mask=is_token)
-                            y_ = do_ * z_ * opened
+                        y_ *= gate
                     at_y = (token + j) * (tl.cdiv(S, BS) * D) + state_tile * D + d
                     tl.store(y + at_y, y_.to(y.dtype.element_ty), mask=is_token)
             total += dt_
@@ -274,6 +269,7 @@ class Found(NamedTuple):
     dA: Any  # [SEGMENTS, N, D, S]: the sum over the tokens of each segment
     dB: Any  # [tokens, channel tiles of a group, G, S]
     dC: Any  # [tokens, channel tiles of a group, G, S]
+    dz: Any  # [tokens, D]
     d_skip: Any  # [SEGMENTS, N, D], sums over the tokens of each segment
     d_bias: Any  # [SEGMENTS, N, state tiles, D], likewise
     d_initial: Any  # [N, D, S]
@@ -285,8 +281,8 @@ def selective_scan_gradient_kernel(
     steps,  # `Steps`
     A,  # [D, S]
     BC,  # [tokens, G, 2, S], float32: B and C
-    skip,  # [D]
-    dy,  # [tokens, D]; None if `dx` holds it until its gradient overwrites it
+    around,  # `Around`; several tiles of states have no `z`
+    do,  # [tokens, D]
     before,  # [chunks, D, S]: the state before each chunk; None where no gradient needs states
     d_final,  # [SEGMENTS, N, D, S], after each segment; segment 0 is the last in time
     gradients,  # `Found`
@@ -315,7 +311,8 @@ def selective_scan_gradient_kernel(
     which is so small that it stays in the cache.
     """
     dt, bias = steps
-    dx, ddt, dA, dB, dC, d_skip, d_bias, d_initial = gradients
+    skip, z = around
+    dx, ddt, dA, dB, dC, dz, d_skip, d_bias, d_initial = gradients
     tile, segment, n = split_program(tl.cdiv(S, BS) * G * tl.cdiv(D // G, BD), SEGMENTS)
     state_tile, group, channel_tile, d, in_d, s, in_s = _place(tile, D // G, S, BS, BD)
     in_state = in_d[:, None] & in_s[None, :]
@@ -353,7 +350,10 @@ def selective_scan_gradient_kernel(
         at = tl.max_contiguous((first + t_chunk)[:, None] * D + d[None, :], [1, 4])
         all_x = tl.load(x + at, mask=exists, other=0.0).to(tl.float32)
         all_dt = _step(tl.load(dt + at, mask=exists, other=0.0), bias, exists, SOFTPLUS)
-        all_dy = tl.load((dx if dy is None else dy) + at, mask=exists, other=0.0).to(tl.float32)
+        all_dy = tl.load(do + at, mask=exists, other=0.0).to(tl.float32)
+        if z is not None:
+            all_z = tl.load(z + at, mask=exists, other=0.0).to(tl.float32)
+            all_dy *= all_z * sigmoid(all_z)
         tl.debug_barrier()  # every thread has read the chunk before
         tl.store(of_x[None, :] + t_chunk[:, None] * BD, all_x)
         tl.store(of_dt[None, :] + t_chunk[:, None] * BD, all_dt)
@@ -390,6 +390,7 @@ def selective_scan_gradient_kernel(
             # 4. Backwards from token to token, with the results of all tokens of the tile, to be stored together.
             dx_, ddt_ = tl.zeros([BD, TOKENS], tl.float32), tl.zeros([BD, TOKENS], tl.float32)
             dB_, dC_ = tl.zeros([TOKENS, BS], tl.float32), tl.zeros([TOKENS, BS], tl.float32)
+            y_ = tl.zeros([BD, TOKENS], tl.float32)
             for j in tl.static_range(TOKENS - 1, -1, -1):
                 at_token = (tiles_before * TOKENS + j) * BD
                 x_, dt_, dy_ = tl.load(of_x + at_token), tl.load(of_dt + at_token), tl.load(of_dy + at_token)
@@ -412,6 +413,9 @@ def selective_scan_gradient_kernel(
                     if dC is not None:
                         dC_j = tl.sum(states[j + 1] * dy_[:, None], 0)
                         dC_ = tl.where(row_of_token, dC_j[None, :], dC_)
+                    if dz is not None:
+                        y_j = tl.sum(states[j + 1] * C_[None, :], 1) + skip_ * x_
+                        y_ = tl.where(column_of_token, y_j[:, None], y_)
                     d_exponent = c * states[j]
                     if dA is not None:
                         dA_ += d_exponent * dt_[:, None]
@@ -435,6 +439,13 @@ def selective_scan_gradient_kernel(
                     tl.store(ddt + at_sums, ddt_.to(ddt.dtype.element_ty), mask=in_channels)
                 if d_bias is not None:
                     d_bias_ += tl.sum(tl.where(in_channels, ddt_, 0.0), 1)
+            if dz is not None:
+                at_tokens = token * D + t[None, :] * D + d[:, None]
+                do_ = tl.load(do + at_tokens, mask=in_channels, other=0.0).to(tl.float32)
+                z_ = tl.load(z + at_tokens, mask=in_channels, other=0.0).to(tl.float32)
+                open_ = sigmoid(z_)
+                dz_ = do_ * y_ * open_ * (1 + z_ * (1 - open_))
+                tl.store(dz + at_tokens, dz_.to(dz.dtype.element_ty), mask=in_channels)
             in_states = (t < left)[:, None] & in_s[None, :]
             at_sums = (token + t) * (tl.cdiv(D // G, BD) * G) + channel_tile * G + group
             at_sums = at_sums[:, None] * S + s[None, :]
