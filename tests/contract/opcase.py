@@ -120,7 +120,7 @@ class OpCase:
         o, state = self.function(**inputs, initial_state=given, output_final_state=output_final_state)
         return o, None if state is None else self.join(state)
 
-    def joint_reference(
+    def reference_with_one_state(
         self, initial_state: Tensor | None = None, *, uncancelled: bool = False, **inputs
     ) -> tuple[Tensor, Tensor]:
         """The reference, its state as one tensor."""

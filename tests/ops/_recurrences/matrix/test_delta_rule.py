@@ -237,7 +237,7 @@ def test_parameters_of_gates_in_any_shape(form, device: torch.device) -> None:
 )
 @pytest.mark.parametrize("largest", [89.0, 100.0, 700.0])
 def test_rates_that_overflow(form, lower_bound: float | None, largest: float, device: torch.device) -> None:
-    """In float32, as in float64, where they do not: beside them softplus underflows, so that some decays are mild."""
+    """In float32, as in float64, where they do not: beside them softplus underflows, so that some decays are weak."""
     x = inputs(device, torch.float32, T=20)
     generator = torch.Generator().manual_seed(0)
     of_a_gate = (HV, K) if form is chunk_kda else (HV,)
