@@ -286,7 +286,7 @@ def test_the_states_of_all_tokens_are_never_in_memory(
 ) -> None:
     """In PyTorch no tensor has more elements than a segment may have, here those of the states of one chunk."""
     limit = chunks.CHUNK * 16 * 64
-    monkeypatch.setattr(chunks, "SEGMENT", limit)
+    monkeypatch.setattr(chunks, "CACHE_BLOCK", limit)
     problem = draw(SELECTIVE, torch.device("cpu"), B=1, T=512, K=16, V=64, lengths=lengths)
     with recorded() as calls:
         evaluate(problem)

@@ -151,7 +151,7 @@ def test_segments_of_chunks(
     x["initial_state"] = torch.randn(4 if packed else B, HV, K, V, dtype=torch.float64, device=device)
     form = chunk_kda if channels else chunk_gated_delta_rule
     whole = results(form, x, cu_seqlens=cu_seqlens)
-    monkeypatch.setattr(chunks, "SEGMENT", 2 * 64 * 64 * HV)  # 1 chunk of two rows, or 2 of packed sequences
+    monkeypatch.setattr(chunks, "CACHE_BLOCK", 2 * 64 * 64 * HV)  # 1 chunk of two rows, or 2 of packed ones
     assert_close(results(form, x, cu_seqlens=cu_seqlens), whole, atol=1e-12, rtol=1e-12)
 
 

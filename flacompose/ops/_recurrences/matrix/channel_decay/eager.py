@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._recurrences.chunks import Chunks, StatePassing
+from flacompose.ops._recurrences.matrix.cache_block import CacheBlock, ChannelGates, Wants, halves
 from flacompose.ops._recurrences.matrix.inputs import Inputs
-from flacompose.ops._recurrences.matrix.segment import ChannelGates, Segment, Wants, halves
 
 
-class ChannelDecay(Segment):
+class ChannelDecay(CacheBlock):
     """The tokens of a cache block."""
 
     of_states = ("q", "gk", "gv")

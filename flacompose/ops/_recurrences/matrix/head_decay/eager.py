@@ -11,13 +11,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from flacompose.ops._recurrences.chunks import Chunks, StatePassing
+from flacompose.ops._recurrences.matrix.cache_block import CacheBlock, HeadGates, Wants
 from flacompose.ops._recurrences.matrix.inputs import Inputs
-from flacompose.ops._recurrences.matrix.segment import HeadGates, Segment, Wants
 
 GATES = ("g", "g_gamma")
 
 
-class HeadDecay(Segment):
+class HeadDecay(CacheBlock):
     """The tokens of a cache block."""
 
     of_states = ("q", *GATES)

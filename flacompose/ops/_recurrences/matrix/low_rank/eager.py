@@ -22,11 +22,11 @@ from torch import Tensor
 
 from flacompose._torch import pytree
 from flacompose.ops._recurrences.chunks import Chunks, StatePassing
+from flacompose.ops._recurrences.matrix.cache_block import CacheBlock, ChannelGates, HeadGates, Wants, inverse
 from flacompose.ops._recurrences.matrix.inputs import Inputs
-from flacompose.ops._recurrences.matrix.segment import ChannelGates, HeadGates, Segment, Wants, inverse
 
 
-class LowRank(Segment):
+class LowRank(CacheBlock):
     """The tokens of a cache block, and the transition of each chunk."""
 
     of_states = ("q", "a", "k", "b", "gk")

@@ -1,6 +1,6 @@
 """The tokens of a cache block in chunks, in PyTorch: state passing, the decays of gates, and pairs of tokens.
 
-A scheme of a matrix state is a `Segment`: the equations of one block's tokens. Everything is functional and
+A scheme of a matrix state is a `CacheBlock`: the equations of one block's tokens. Everything is functional and
 differentiable to any order. Exponents are sums of gates, never a difference of cumulative sums. So gates of at
 most 0 overflow nowhere, no digits cancel, and a gate of -inf is a weight of 0.
 """
@@ -203,7 +203,7 @@ def inverse(A: Tensor) -> Tensor:
     return Y.squeeze(-3)
 
 
-class Segment:
+class CacheBlock:
     """The tokens of a cache block in chunks, ``[B, H, n, R, C, D]``: `n` heads of values share queries and keys."""
 
     # The inputs whose gradients need the states before the chunks.
