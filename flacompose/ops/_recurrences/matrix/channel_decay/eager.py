@@ -34,13 +34,13 @@ class ChannelDecay(CacheBlock):
         before, u = inputs.u is not None, inputs.u
         gk, gv = (None if g is None else ChannelGates(self.split(g), before) for g in (inputs.gk, inputs.gv))
         self.gk, self.gv = gk, gv
-        total = self.q.new_ones(1, 1) if gk is None else gk.total.mT
-        self.total = total if gv is None else total * gv.total  # the decay of the state over each chunk
+        decay = self.q.new_ones(1, 1) if gk is None else gk.total.mT
+        self.chunk_decay = decay if gv is None else decay * gv.total  # of the state
         self.u = None if u is None else u.to(chunks.dtype)[:, None, None, None]  # [H, 1, 1, 1, K]
 
     def states(self, passing: StatePassing) -> tuple[Tensor, ...]:
         written = _write(self.k, self.gk).mT @ _write(self.v, self.gv)
-        return (self.pass_states(passing, written, self.total),)
+        return (self.pass_states(passing, written, self.chunk_decay),)
 
     def outputs(self, *states: Tensor) -> Tensor:
         diagonal = _dot(self.q, _times(self.k, self.u))
@@ -61,9 +61,9 @@ class ChannelDecay(CacheBlock):
         if wants("q", "gk", "gv"):
             (S,) = states
         if wants("k", "gk", "v", "gv", "initial_state"):
-            dS = self.pass_states(backwards, _read(q, gk).mT @ _read(do, gv), self.total)
+            dS = self.pass_states(backwards, _read(q, gk).mT @ _read(do, gv), self.chunk_decay)
         if wants("gk", "gv"):
-            d_total = S * self.total * dS
+            d_total = S * self.chunk_decay * dS
         if wants("q", "k", "gk"):
             pairs = _pair_sums(do, v, _times(diagonal, u), k, q, gv, gk)
         if wants("q", "gk"):

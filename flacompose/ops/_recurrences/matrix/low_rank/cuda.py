@@ -134,16 +134,16 @@ class _Launches:
         self.pairs: dict[str, Tensor] = {"Y": products.Y, "X": products.X}
         config = plan.factor_config(tokens.bfloat16)
         tiles = tile_count(tokens.K, config["BK"])
-        middle = Vectors(*[None] * 4)
-        total = tokens.per_chunk(tokens.H, tokens.K) if self.gated else None
+        at_middle = Vectors(*[None] * 4)
+        decay = tokens.per_chunk(tokens.H, tokens.K) if self.gated else None
         if self.gated and backward:
-            middle = self.at_middle = Vectors(*(scratch(tokens, tokens.K) for _ in OF_KEYS))
+            at_middle = self.at_middle = Vectors(*(scratch(tokens, tokens.K) for _ in OF_KEYS))
             self.factorisable_tiles = tokens.per_chunk(tokens.H, tiles, dtype=torch.int8)
-        tensors |= {"factors": made, "middle": middle, "factorisable_tiles": self.factorisable_tiles}
+        tensors |= {"factors": made, "at_middle": at_middle, "factorisable_tiles": self.factorisable_tiles}
         launch_by_gates(
             low_rank_factor_kernel,
             tiles * tokens.chunks * tokens.H,
-            {**tensors, "total": total},
+            {**tensors, "chunk_decay": decay},
             self.order,
             self.common,
             config,
@@ -151,7 +151,7 @@ class _Launches:
         )
         passing, (v, v_token) = plan_state_passing(tokens, low_rank=True), self.v_by_token
         wy = WYFactors(made.Q, made.W_a, made.W, made.b_write, P, products.M)
-        return PassOperands(tokens, passing, v, v_token, self.initial, wy, ChunkDecays(total=total))
+        return PassOperands(tokens, passing, v, v_token, self.initial, wy, ChunkDecays(total=decay))
 
     def gradients(
         self, do: Tensor, u: Tensor, du: Tensor, S: Tensor, dS: Tensor, gates: bool
@@ -184,12 +184,12 @@ class _Launches:
         config = plan.gradient_config(tokens.chip, tokens.bfloat16, tokens.V)
         tiles = tile_count(K, config["BK"])
         made = {name: tokens.per_token(H, K, dtype=tokens.dtype) for name in OF_KEYS}
-        of_writes = None
+        dgk_part = None
         if gates:
             gk = self.vectors.gk
             assert gk is not None
             made["gk"] = tokens.per_token(H, K, dtype=gk.dtype)
-            of_writes = torch.empty(*tokens.tokens, H, K, dtype=torch.float32, device=tokens.device)
+            dgk_part = torch.empty(*tokens.tokens, H, K, dtype=torch.float32, device=tokens.device)
         for kernel, more, filled in (
             (low_rank_write_gradient_kernel, {"u": u, "v": self.values, "d_states": dS}, ("b", "k")),
             (low_rank_read_gradient_kernel, {"do": do, "z": z, "scale": self.scale}, ("q", "a", "gk")),
@@ -199,12 +199,12 @@ class _Launches:
                 tiles * tokens.chunks * H,
                 {
                     "vectors": self.vectors,
-                    "middle": self.at_middle,
+                    "at_middle": self.at_middle,
                     "factorisable_tiles": self.factorisable_tiles,
                 },
                 more,
                 products,
-                {"states": S, "of_writes": of_writes},
+                {"states": S, "dgk_part": dgk_part},
                 {f"d{name}": made.get(name) for name in filled},
                 {"K": K, "V": tokens.V},
                 self.order,
