@@ -1,7 +1,7 @@
 """`flacompose.checked`: a context in which the values of the inputs of every op are checked, on any device.
 
-`_call.check`, and a few public functions that check their arguments themselves, pass the inputs on as the
-user gave them.
+`_arguments/call.py` passes the inputs on as the user gave them, and so do a few public functions that check their
+arguments themselves.
 """
 
 from __future__ import annotations

@@ -81,17 +81,17 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
             *((call.wanted_input(name), None) for name in ("k", "v", "gk", "gv")),
         )
     )
-    start, of_u = call.wanted_input("initial_state"), call.wanted_input("u")
+    start, wanted_u = call.wanted_input("initial_state"), call.wanted_input("u")
     d_initial_state = None if start is None else tokens.state(start.dtype)
     # One row per chunk; rows without a chunk stay zero.
-    du = None if of_u is None else q.new_zeros(tokens.chunks + 1, *of_u.shape, dtype=torch.float32)
+    du = None if wanted_u is None else q.new_zeros(tokens.chunks + 1, *wanted_u.shape, dtype=torch.float32)
     q, k, v, do = map(operand, (q, k, v, call.do))
 
     S = dS = marks_k = marks_v = None
-    of_gates = dgk is not None or dgv is not None
-    if dq is not None or of_gates:
+    wants_gates = dgk is not None or dgv is not None
+    if dq is not None or wants_gates:
         S = launches.states(k, v, inputs.initial_state)
-    stored = dk is not None or dv is not None or of_gates
+    stored = dk is not None or dv is not None or wants_gates
     if stored or d_initial_state is not None:
         dS = launches.states(q, do, d_final_state, d_initial_state, stored=stored, reverse=True)
     if gv is None and dv is not None:
@@ -211,19 +211,19 @@ class _Launches:
         y: Tensor | None,
         S: Tensor | None,
         dS: Tensor | None,
-        made: Results,
+        results: Results,
         marks: Tensor | None = None,
         transpose: bool = False,
     ) -> None:
-        """Fill the given ones of `made`, along an axis with gates or a bonus.
+        """Fill the given ones of `results`, along an axis with gates or a bonus.
 
         `marks` are the chunks that `plain` has returned for these gates. Without them, each tile tests its gates.
         """
-        if all(x is None for x in made):
+        if all(x is None for x in results):
             return
         tokens, plan = self.tokens, self.plan.axes[transpose]
-        writes = made.write is not None or made.dg2 is not None
-        reads = made.read is not None or made.dg2 is not None
+        writes = results.write is not None or results.dg2 is not None
+        reads = results.read is not None or results.dg2 is not None
         g1, g2 = (self.gv, self.gk) if transpose else (self.gk, self.gv)
         if g2 is None:  # there is a bonus, and no gate
             g2 = torch.zeros_like(x)
@@ -240,7 +240,7 @@ class _Launches:
             "u": self.u if transpose else None,
             "S": S if reads else None,
             "dS": dS if writes else None,
-            "made": made,
+            "results": results,
             "factorisable_tiles": marks,
             "axes": tokens.axes(transpose),
             "KNOWN": known,

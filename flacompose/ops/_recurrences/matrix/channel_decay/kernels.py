@@ -2,7 +2,7 @@
 
 The module `eager` explains the chunked algorithm. Here a chunk is one tile and a level of blocks a mask: at
 each level every token has one role, reader in an odd block or writer in an even one, with one weight and one
-row of one matrix product. `gates` computes the sums of gates for it. Where the gates of a chunk are
+row of one matrix product. `gates_of_channels` computes the sums of gates for it. Where the gates of a chunk are
 factorisable, one product contains all pairs.
 
 Output and gradients within a chunk are one computation. The vectors `a` and `b` of two tokens are contracted
@@ -453,8 +453,8 @@ def _factorisable_chunk(
 
 
 @triton.jit
-def _strong_chunk(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
-    """`_factorisable_chunk` for any gates: one product for each level of blocks has the pairs of sibling blocks."""
+def _chunk_by_levels(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
+    """`_factorisable_chunk` for any gates: one product for each level contains the pairs of sibling blocks."""
     before, after, d_total, _ = sums
     t = tl.arange(0, C)[:, None]
     s = tl.arange(0, C)[None, :]
@@ -501,7 +501,7 @@ def channel_decay_gated_axis_kernel(
     u,  # [H, D2]
     S,  # [chunks, H, D1, D2], with the strides of states; given with `read` and with `dg2`
     dS,  # [chunks, H, D1, D2], likewise; given with `write` and with `dg2`
-    made,  # `Results`, each of which may be None
+    results,  # `Results`, each of which may be None
     factorisable_tiles,  # [chunks, H] if `KNOWN`, otherwise [chunks, H, tiles of D2]
     cu_seqlens,
     T,
@@ -527,7 +527,7 @@ def channel_decay_gated_axis_kernel(
     the registers. Registers are scarce, so inputs are loaded again rather than kept.
     """
     a, b, x, y = vectors
-    read, write, dg2, du = made
+    read, write, dg2, du = results
     D1, D2, stride1, stride2 = axes
     tiles = tl.cdiv(D2, BD2)
     scale = in_float32(scale)
@@ -572,7 +572,7 @@ def channel_decay_gated_axis_kernel(
         if FACTORISABLE:
             before, after = _factorisable_chunk(sums, P, x, y, g2, S, dS, read, dg2, tile, READ_BEFORE, DOT)
         else:
-            before, after = _strong_chunk(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE, DOT)
+            before, after = _chunk_by_levels(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE, DOT)
     # 4. No gate decays the pair of a token with itself. It is added last, since it would drown the others in
     # the gate's gradient.
     diagonal = (
