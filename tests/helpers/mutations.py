@@ -311,7 +311,7 @@ BREAKS = [
     Break("ops/_tiles/blocks.py", "or DELTA_RULE):", "or False):", KERNELS, "dense and fused_recurrent_comba"),
     Break("ops/_recurrences/matrix/delta_rule/kernels.py", "r_ = read_by_k + dot(", "r_ = dot(", KERNELS, "dense and dplr"),
     Break("ops/_recurrences/matrix/low_rank/kernels.py", "sums = sums - tl.where(by_a", "sums = sums - 0 * tl.where(by_a", KERNELS, "dense and dplr"),
-    Break("ops/_recurrences/matrix/low_rank/gradients.py", "d_gates -= da_sums", "d_gates -= 0 * da_sums", KERNELS, "dense and dplr"),
+    Break("ops/_recurrences/matrix/low_rank/gradients.py", "d_gates -= d_read_a", "d_gates -= 0 * d_read_a", KERNELS, "dense and dplr"),
     Break("ops/_recurrences/matrix/low_rank/gradients.py", "select(reads_gate(s, t, READ_BEFORE), a_", "select(reads_gate(s, t, False), a_", KERNELS, "dplr and dense"),
     Break("ops/_recurrences/matrix/low_rank/cuda.py", "H, K, dtype=torch.float32, device", "H, K, device", "ops/_recurrences/test_launches.py", "dtype_of_its_own"),
     Break("ops/_tiles/join.py", "gate += tl.load(gk", "gate += 0 * tl.load(gk", KERNELS, "test_segments and chunk_gla"),
