@@ -12,8 +12,8 @@ All are in kernels.py:
     dq, dk, dgk, du                        gk or u            channel_decay_gated_axis_kernel
     P, the products of pairs of tokens     see `AxisPlan`     channel_decay_score_kernel
 
-The kernels of plain axes with gates and of gated axes are launched twice: first for the chunks or tiles
-whose gates are factorisable, then for the others. Gates are factorisable if the sums over each half of a
+The kernels of plain axes with gates, and of gated axes, are launched twice: first for the chunks or tiles whose
+gates are factorisable, then for the others. Gates are factorisable if the sums over each half of a
 chunk, of 32 tokens, are above -45, and, where their gradient is wanted, if each gate is above -8 (float32:
 -4) or `has_bounded_means` says so: see `gates_of_channels`. `plan` chooses.
 """
@@ -136,10 +136,8 @@ class _Launches:
 
     def pass_states(self, a: Tensor, x: Tensor, reverse: bool = False, **tensors: Tensor | None) -> None:
         """Launch `channel_decay_state_passing_kernel`, which fills the given ones of its results."""
-        tokens, absent = (
-            self.tokens,
-            dict.fromkeys(("initial", "states", "ends", "sum_gk", "sum_gv", "final")),
-        )
+        tokens = self.tokens
+        absent = dict.fromkeys(("initial", "states", "ends", "sum_gk", "sum_gv", "final"))
         given = {**absent, **tensors, "a": a, "x": x, "gk": self.gk, "gv": self.gv}
         sizes = {"K": tokens.K, "V": tokens.V, "SEGMENTS": self.row.count, **self.plan.passing}
         grid = (self.plan.tiles * self.row.count * tokens.N * tokens.H,)
@@ -189,9 +187,9 @@ class _Launches:
         transpose: bool = False,
         for_gradient: bool = True,
     ) -> Tensor | None:
-        """Fill `out`, along an axis without gates; return which chunks have factorisable gates.
+        """Fill `out`, along an axis without gates; return the marks of chunks whose gates are factorisable.
 
-        With `for_gradient` they are so for the gradient of these gates too.
+        With `for_gradient`, the gates of a marked chunk are factorisable for their gradient too.
         """
         tokens, (g, u) = self.tokens, (self.gv, None) if transpose else (self.gk, self.u)
         axes, config = tokens.axes(transpose), self.plan.axes[transpose].plain

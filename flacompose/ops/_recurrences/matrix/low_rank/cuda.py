@@ -115,12 +115,8 @@ class _Launches:
         P, *stored = (tokens.per_chunk(tokens.H, tokens.C, tokens.C, dtype=tokens.dtype) for _ in range(4))
         products = Products(*stored, *(x.new_empty(x.shape) if tokens.bfloat16 else None for x in stored))
         marks = tokens.per_chunk(tokens.H, dtype=torch.int8) if self.gated else None
-        tensors: dict[str, Any] = {
-            "vectors": self.vectors,
-            "products": products,
-            "factorisable_chunks": marks,
-            "K": tokens.K,
-        }
+        tensors: dict[str, Any] = {"vectors": self.vectors, "products": products}
+        tensors |= {"factorisable_chunks": marks, "K": tokens.K}
         launch_by_gates(
             low_rank_product_kernel,
             tokens.chunks * tokens.H,
@@ -197,11 +193,8 @@ class _Launches:
             launch_by_gates(
                 kernel,
                 tiles * tokens.chunks * H,
-                {
-                    "vectors": self.vectors,
-                    "at_middle": self.at_middle,
-                    "factorisable_tiles": self.factorisable_tiles,
-                },
+                {"vectors": self.vectors, "at_middle": self.at_middle},
+                {"factorisable_tiles": self.factorisable_tiles},
                 more,
                 products,
                 {"states": S, "dgk_part": dgk_part},
