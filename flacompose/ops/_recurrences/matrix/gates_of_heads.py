@@ -105,7 +105,7 @@ def head_gate_gradient_kernel(
 
     Of the parts of `d_sums`, the first `ENDINGS` are of the kind `ENDING`, the next `BEGINNINGS` of
     `BEGINNING`, the next `LEAVINGS` of `LEAVING`, and the others of `ACROSS`. With `SHARED` the others are of
-    `BETWEEN`, and the second half of `ENDING`, and `LEAVING`, are `ACROSS` too.
+    `BETWEEN`. Then the second half of the parts of `ENDING` and all of `LEAVING` are also used as `ACROSS`.
     """
     BLOCKS: tl.constexpr = C // BC
     row = tl.program_id(0).to(tl.int64) // BLOCKS

@@ -5,8 +5,8 @@
 or, with the bonus `u` of the current token, ``o_t = scale * (S_{t-1} + diag(u) k_t v_t^T)^T q_t``.
 
 The pairs of tokens in a chunk are decayed for each key and each value, so they are summed block by block, with
-the factors of `ChannelGates` for both axes. The pair of a token with itself is not decayed, and weighted by the
-bonus if there is one: then a read stops before its own gate.
+the factors of `ChannelGates` for both axes. No gate decays the pair of a token with itself. If there is a bonus,
+it weights this pair, and a read stops before its own gate.
 """
 
 from __future__ import annotations

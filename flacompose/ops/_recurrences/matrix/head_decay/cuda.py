@@ -108,9 +108,9 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 
 
 def launches_of(inputs: Inputs, has_gate_gradients: bool = False, fine: bool = False) -> Launches:
-    """The launches of a call, whose gates are launched here.
+    """The launches of a call. The running sums of its gates are launched here.
 
-    These are one gate per head for all tokens, or running sums of gates, in two parts for float32 products.
+    `Gates` are one gate per head for all tokens, or these sums, in two parts for float32 products.
     """
     chosen = plan.plan_of(inputs, has_gate_gradients, fine)
     tokens = MatrixSequences(inputs.q, inputs.v, inputs.cu_seqlens, inputs.scale, chosen.C)

@@ -34,13 +34,9 @@ from flacompose.ops._tiles.blocks import (
     store_tile,
 )
 
-# The parts of `d_sums`, one of each for every tile of keys. They hold, for each token, the gradients of the
-# sums of gates that end at it and begin in its block, or before its block; that begin after it and end in its
-# block; and that begin after it and end beyond its block. If there are two blocks, the last part holds, for
-# the gates of the other block, the gradients of the sums that contain all of these: from the chunk's start to
-# a token of the second block, and from a token of the first block to the chunk's end. If heads share keys,
-# the sums between tokens of both blocks have a part of their own, for the gates of the token's block, and the
-# other parts do not include them.
+# The parts of `d_sums`, one of each for every tile of keys. `gates_of_heads` explains their kinds. Sums that end at
+# a token have two parts, for sums that begin in the token's block and before it. If there are two blocks, the last
+# part is ACROSS, or BETWEEN if heads share keys too.
 ENDING_IN_BLOCK = tl.constexpr(0)
 ENDING_FROM_BEFORE = tl.constexpr(1)
 BEGINNING_IN_BLOCK = tl.constexpr(2)

@@ -152,8 +152,8 @@ def head_decay_state_passing_kernel(
     the state is a product in two parts, which keeps more digits: the gradient of `gamma` is a sum over all
     tokens, whose terms nearly cancel.
 
-    The tile is held transposed, as the left factor of products, which stays in registers, and as a tuple of
-    parts of `BP` rows, so that the registers hold one part at a time in the dtype of products.
+    The tile is held transposed, because the left factor of a product stays in registers. It is a tuple of parts
+    of `BP` rows, so that the registers hold one part at a time in the dtype of products.
     """
     a, b, x, beta = vectors
     gamma, sums, rest = gates

@@ -68,8 +68,6 @@ class LowRank(CacheBlock):
             made["v"] = self.A_qk.mT @ do + self.A_ak.mT @ z + self.k_write @ dS
         if not states:
             return made
-        # Two reads of the state, by queries, with the gradient do, and by `a`, with z; two writes, by `b` and by
-        # keys.
         S, u = states
         dq_read = self.read(do @ S.mT)
         through_qb = gates.pair_gradient(self.q, self.b, self.A_qb, (do @ u.mT).tril())
