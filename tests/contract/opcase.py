@@ -133,11 +133,9 @@ class OpCase:
 
     def join(self, state: State) -> Tensor:
         """A tuple of states ``[N, H, ...]`` as one tensor ``[N, H, joined]``."""
-        return (
-            state
-            if isinstance(state, Tensor)
-            else torch.cat([x.reshape(*x.shape[:2], -1) for x in state], -1)
-        )
+        if isinstance(state, Tensor):
+            return state
+        return torch.cat([x.reshape(*x.shape[:2], -1) for x in state], -1)
 
     def split(self, state: Tensor, inputs: Mapping[str, Tensor]) -> State:
         """The opposite of `join`; the sizes are those of the inputs."""

@@ -123,10 +123,8 @@ def test_programs_side_by_side(kernel: str, constants: dict[str, Any], programs:
 
 def test_state_passing_in_gluon_fits() -> None:
     """Two groups of warps share most of the memory of a multiprocessor."""
-    q, beta = (
-        torch.empty(1, 130, 2, 128, dtype=BFLOAT16, device="meta"),
-        torch.empty(1, 130, 2, device="meta"),
-    )
+    q = torch.empty(1, 130, 2, 128, dtype=BFLOAT16, device="meta")
+    beta = torch.empty(1, 130, 2, device="meta")
     args = (*Inputs(q, q, q, beta, beta=beta, delta_rule=True),)
     with tables_of(HOPPER):
         found = recorded([Call("", flat(matrix, "chunk"), "matrix_recurrence_chunk", args)])
