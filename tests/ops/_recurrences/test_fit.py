@@ -144,7 +144,7 @@ def test_head_backward_in_gluon_fits(rows: int, D: int) -> None:
     with tables_of(HOPPER):
         found = recorded([Call("", flat(matrix, "backward"), "matrix_recurrence_backward", args)])
     (backward,) = (launch for launch in found if launch.name == "hopper_head_backward_kernel")
-    programs = delta_rule_plan.AT_ONCE[D] // 132
+    programs = delta_rule_plan.RESIDENT_PROGRAMS[D] // 132
     assert programs * (backward.compile(90).shared + 1024) <= HOPPER.shared_memory + 1024
 
 

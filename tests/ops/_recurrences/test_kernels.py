@@ -398,7 +398,7 @@ def test_warm_starts(
     lengths: list[int] | None, gates: str | float, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four segments, some without tokens; one chunk of each, or all, are examined for a decay to zero."""
-    monkeypatch.setattr(delta_rule_kernels, "ASKED", tl.constexpr(asked))
+    monkeypatch.setattr(delta_rule_kernels, "CHUNKS_EXAMINED", tl.constexpr(asked))
     monkeypatch.setattr(plan, "warm_start_count", lambda *_: 4)
     check(draw(NAMED["chunk_gated_delta_rule"], CPU, B=2, H=1, T=384, K=6, V=5, lengths=lengths, gates=gates))
 
@@ -419,7 +419,7 @@ def test_warm_starts_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_last_chunks_are_examined(monkeypatch: pytest.MonkeyPatch) -> None:
     """If only a segment's last chunk is examined, its first chunk alone cannot give the next one a warm start."""
     monkeypatch.setattr(plan, "warm_start_count", lambda *_: 3)
-    monkeypatch.setattr(delta_rule_kernels, "ASKED", tl.constexpr(1))
+    monkeypatch.setattr(delta_rule_kernels, "CHUNKS_EXAMINED", tl.constexpr(1))
     problem = draw(NAMED["chunk_gated_delta_rule"], CPU, B=1, H=1, T=12 * 32, K=6, V=5, gates=-0.02)
     problem.tensors["g"].unflatten(1, (3, 4, 32))[:, :, 0] = -8.0
     problem.tensors["initial_state"][:] = torch.nan

@@ -339,8 +339,8 @@ def test_pairs_of_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     def pairs(chip: Chip) -> tuple[Tensor, Tensor]:
         with tables_of(chip), launching_by(run):
             x = operands(inputs, 64)
-            gates, steps = launch_factors.gates(x, inputs.g), plan.plan_of(x, "backward", inputs.v)
-            made = launch_factors.factors(x, steps, gates, with_r=True)
+            gates, steps = launch_factors.compute_gates(x, inputs.g), plan.plan_of(x, "backward", inputs.v)
+            made = launch_factors.compute_factors(x, steps, gates, with_r=True)
         return made.decays.log_norm[:3], made.factors.Y[:3]
 
     for x, expected in zip(pairs(HOPPER), pairs(AMPERE), strict=True):
@@ -422,7 +422,7 @@ def test_joint_kernel(
     case = replace(NAMED[name], groups=groups)
     problem = draw(case, CPU, torch.bfloat16, B=B, T=T, H=2, K=D, V=D, gates=gates)
     expected, apart = emulated(problem, launched)
-    monkeypatch.setattr(plan, "AT_ONCE", {64: 1, 128: 1})
+    monkeypatch.setattr(plan, "RESIDENT_PROGRAMS", {64: 1, 128: 1})
     results, joint = emulated(problem, launched)
     assert JOINT <= joint and not JOINT & apart
     assert_equal(results, expected)
@@ -435,7 +435,7 @@ def test_joint_kernel(
 )
 def test_pairs_that_overflow(name: str, joint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of a token that reads with a later one that writes reach nothing, even if they are inf."""
-    monkeypatch.setattr(plan, "AT_ONCE", {64: 1 if joint else 10**9})
+    monkeypatch.setattr(plan, "RESIDENT_PROGRAMS", {64: 1 if joint else 10**9})
     problem = draw(
         replace(NAMED[name], groups=1), CPU, torch.bfloat16, B=1, T=64, H=1, K=64, V=64, gates=-0.1
     )

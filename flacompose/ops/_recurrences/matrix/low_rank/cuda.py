@@ -32,7 +32,7 @@ from flacompose.ops._recurrences.matrix.channel_decay.cuda import CHUNK
 from flacompose.ops._recurrences.matrix.delta_rule import launch_state_passing as state_passing
 from flacompose.ops._recurrences.matrix.delta_rule.arguments import ChunkDecays, WYFactors
 from flacompose.ops._recurrences.matrix.delta_rule.launch_state_passing import PassOperands, scratch
-from flacompose.ops._recurrences.matrix.delta_rule.plan import state_passing as plan_state_passing
+from flacompose.ops._recurrences.matrix.delta_rule.plan import plan_state_passing
 from flacompose.ops._recurrences.matrix.inputs import Inputs
 from flacompose.ops._recurrences.matrix.low_rank import plan
 from flacompose.ops._recurrences.matrix.low_rank.gradients import (
