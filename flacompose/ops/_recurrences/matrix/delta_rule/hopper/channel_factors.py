@@ -65,11 +65,11 @@ TO_END = gl.constexpr(BLOCKS.value + 1)
 OF_CHUNK = gl.constexpr(BLOCKS.value + 2)
 FROM_MIDDLE = gl.constexpr(BLOCKS.value + 3)
 KINDS = gl.constexpr(BLOCKS.value + 4)
-# A reader before its block's middle is multiplied by up to exp(45), and its writing key is divided by the same
-# number. For readers of other blocks, keys are multiplied by this number, so
-# that float32 can hold them, and the products are divided by it. Sums of products of up to 3e20 still fit.
+# A reader before its block's middle is multiplied by up to exp(45), and its writing key is divided by the same number.
+# For readers of other blocks, keys are multiplied by `RANGE_SHIFT`, so that float32 can hold them, and the products are
+# divided by it. Sums of products of up to 3e20 still fit.
 RANGE_SHIFT = gl.constexpr(2.0**60)
-ROOT_OF_RAISED = gl.constexpr(2.0**30)
+ROOT_OF_SHIFT = gl.constexpr(2.0**30)
 
 
 @gluon.constexpr_function
@@ -97,7 +97,7 @@ def _store_tables(tables_s, halves_s):
     row = gl.arange(0, KINDS * BLOCKS, gl.SliceLayout(1, sums.type.layout))[:, None]
     kind = row // BLOCKS
     left = decay_of(gl.where(kind < OF_CHUNK, 0.5 * sums, sums))
-    left *= gl.where((kind < BLOCKS) & (kind != row % BLOCKS), ROOT_OF_RAISED, 1.0)
+    left *= gl.where((kind < BLOCKS) & (kind != row % BLOCKS), ROOT_OF_SHIFT, 1.0)
     tables = reinterpret(tables_s, gl.float32, sums.shape, TABLE)
     tables.store(gl.where(kind == FROM_MIDDLE, sums, left))
 
