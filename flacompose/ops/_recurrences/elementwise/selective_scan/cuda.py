@@ -26,8 +26,9 @@ from flacompose.ops._recurrences.elementwise.selective_scan.kernels import (
 
 # Tokens of a chunk. The state before each chunk is kept for the backward: S / 16 float32 numbers per input.
 CHUNK = 16
-# The most numbers of a state in a tile. Sums of several tiles are added up outside the kernels.
-STATES = 16
+# The most numbers of a state in a tile: where the kernel sums over them, and sums of several tiles are added up outside,
+# and where it sums over none.
+STATES, STATES_ALONE = 16, 8
 # (tokens of a tile, a divisor of `CHUNK`; its most channels).
 SWEEP, GRADIENT = (4, 32), (8, 16)
 NOTHING = Around(None, None)
@@ -68,7 +69,8 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     d_final = run.row.starts(pass_states, call.arriving.final_state)
 
     sizes, count = run.sizes(GRADIENT), run.row.count
-    programs, BD = run.programs(sizes["BD"]), sizes["BD"]
+    BD, BS = sizes["BD"], run.BS
+    programs = run.programs(BD, BS)
     per_group = tile_count(run.P, BD), run.G, run.S
     start = call.wanted_input("initial_state")
     found = Found(
@@ -89,6 +91,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         **run.operands,
         **run.arguments,
         **sizes,
+        BS=BS,
         steps=run.steps,
         around=around._replace(skip=run.skip),
         do=do,
@@ -125,12 +128,12 @@ class _Launches(Sequences):
         # All channels read B and C, so they are converted once, not by each channel. `contiguous`, because
         # stack keeps the layout of images if tokens are last in memory.
         BC = torch.stack((inputs.B, inputs.C), 3).float().contiguous()
-        BS = min(1 << (self.S - 1).bit_length(), STATES)
-        self.state_tiles = tile_count(self.S, BS)
+        self.BS = min(1 << (self.S - 1).bit_length(), STATES)
+        self.state_tiles = tile_count(self.S, self.BS)
         self.operands = {"x": x, "A": A, "BC": BC}
         self.steps, self.softplus, self.skip = Steps(dt, bias), inputs.softplus, D
         self.around = Around(D, z) if self.state_tiles == 1 else NOTHING
-        self.arguments |= {"D": self.D, "S": self.S, "G": self.G, "CHUNK": CHUNK, "BS": BS}
+        self.arguments |= {"D": self.D, "S": self.S, "G": self.G, "CHUNK": CHUNK}
         # In units of 32 tokens a segment has at least 64 * 32 = 2,048. Programs of one warp are small, so
         # twice as many run.
         channel_tiles = tile_count(self.P, self.sizes(SWEEP)["BD"])
@@ -149,8 +152,8 @@ class _Launches(Sequences):
         x = self.batched(x)
         return x if self.state_tiles == 1 else x.sum(2)
 
-    def programs(self, BD: int) -> int:
-        return self.N * self.row.count * self.state_tiles * self.G * tile_count(self.P, BD)
+    def programs(self, BD: int, BS: int) -> int:
+        return self.N * self.row.count * tile_count(self.S, BS) * self.G * tile_count(self.P, BD)
 
     def sizes(self, config: tuple[int, int]) -> dict[str, int]:
         """The sizes of tiles for a `config`."""
@@ -170,14 +173,15 @@ class _Launches(Sequences):
         **given: Any,
     ) -> None:
         """Launch `selective_scan_kernel`, which fills the given results; backwards with `dy` in place of `x`."""
-        sizes = self.sizes(SWEEP)
+        sizes, BS = self.sizes(SWEEP), self.BS if "y" in given else min(self.BS, STATES_ALONE)
         operands = self.operands if x is None else self.operands | {"x": x}
         launch(
             selective_scan_kernel,
-            (self.programs(sizes["BD"]),),
+            (self.programs(sizes["BD"], BS),),
             **operands,
             **self.arguments,
             **sizes,
+            BS=BS,
             steps=self.steps,
             SOFTPLUS=self.softplus,
             around=around,

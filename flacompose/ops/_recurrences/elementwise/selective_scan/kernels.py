@@ -68,6 +68,20 @@ def _of_states(BC, j, left, s, in_s, G: tl.constexpr, S: tl.constexpr, BS: tl.co
 
 
 @triton.jit
+def _columns(x, N: tl.constexpr):
+    """The N columns of `x`."""
+    if N == 1:
+        columns = (tl.reshape(x, [x.shape[0]]),)
+    else:
+        even, odd = tl.split(tl.reshape(x, [x.shape[0], N // 2, 2]))
+        of_even, of_odd = _columns(even, N // 2), _columns(odd, N // 2)
+        columns = ()
+        for i in tl.static_range(N // 2):
+            columns += (of_even[i], of_odd[i])
+    return columns
+
+
+@triton.jit
 def _decay(A, dt):
     """``exp(dt A)`` for each channel and state. `LOG2_E` is a factor of each channel, not of each state."""
     return tl.exp2(A * (dt * LOG2_E))
@@ -201,7 +215,8 @@ def selective_scan_kernel(
     # by a pipeline of three stages into shared memory, where every thread reads them.
     token = lo + (tl.maximum(stop - 1, 0) if REVERSE else begin) * TOKENS
     following = _tile(x, dt, z, token, hi, d, in_d, D, TOKENS, REVERSE)
-    both = s[:, None] + tl.arange(0, 2)[None, :] * S
+    tt = tl.arange(0, 2 * TOKENS)
+    t = TOKENS - 1 - tl.arange(0, TOKENS) if REVERSE else tl.arange(0, TOKENS)
     for i in tl.range(begin, stop, num_stages=3):
         first = begin + stop - 1 - i if REVERSE else i
         token = lo + first * TOKENS
@@ -217,19 +232,24 @@ def selective_scan_kernel(
             total = tl.zeros([BD], tl.float32)
             if before is not None:
                 tl.store(before + (row + first // (CHUNK // TOKENS)) * D * S + at_state, h, mask=in_state)
+        at_states = BC + (token * G + group) * (2 * S)
+        if y is None:
+            at_states += S if REVERSE else 0
+            all_B = _columns(_of_states(at_states, t[None, :], left, s[:, None], in_s[:, None], G, S, BS), TOKENS)
+        else:
+            all_B = _columns(_of_states(at_states, (tt // 2)[None, :], left, s[:, None] + (tt % 2 * S)[None, :], in_s[:, None], G, S, BS), 2 * TOKENS)
         # 4. The tokens of a tile, one after the other, and their outputs.
         for step in tl.static_range(TOKENS):
             j = TOKENS - 1 - step if REVERSE else step
             is_token = in_d & (j < left)
             x_ = x_tile[step].to(tl.float32)
             dt_ = _step(dt_tile[step], bias, is_token, SOFTPLUS)
-            at_states = BC + (token * G + group) * (2 * S)
-            if y is not None:
-                B_, C_ = tl.split(_of_states(at_states, j, left, both, in_s[:, None], G, S, BS))
-            elif REVERSE:
-                C_ = _of_states(at_states + S, j, left, s, in_s, G, S, BS)
+            if y is None:
+                B_ = all_B[step]
+                C_ = B_
             else:
-                B_ = _of_states(at_states, j, left, s, in_s, G, S, BS)
+                B_ = all_B[2 * step]
+                C_ = all_B[2 * step + 1]
             a_ = _decay(A_, dt_[None, :])
             if z is not None:
                 gate = z_tile[step].to(tl.float32) * sigmoid(z_tile[step])
@@ -273,6 +293,17 @@ class Found(NamedTuple):
     d_skip: Any  # [SEGMENTS, N, D], sums over the tokens of each segment
     d_bias: Any  # [SEGMENTS, N, state tiles, D], likewise
     d_initial: Any  # [N, D, S]
+
+
+@triton.jit
+def _chunk(x, dt, do, z, first, hi, t, d, in_d, D: tl.constexpr):
+    """`x`, `dt`, `do` and, if it is given, `z` of a chunk."""
+    exists = (t < hi - first)[:, None] & in_d[None, :]
+    at = tl.max_contiguous((first + t)[:, None] * D + d[None, :], [1, 4])
+    z_ = 0
+    if z is not None:
+        z_ = tl.load(z + at, mask=exists, other=0.0)
+    return tl.load(x + at, mask=exists, other=0.0), tl.load(dt + at, mask=exists, other=0.0), tl.load(do + at, mask=exists, other=0.0), z_
 
 
 @triton.jit(do_not_specialize=["T", "N", "SEGMENTS"])
@@ -342,17 +373,19 @@ def selective_scan_gradient_kernel(
     of_x = scratch + tl.program_id(0).to(tl.int64) * (3 * CHUNK * BD) + p
     of_dt, of_dy = of_x + CHUNK * BD, of_x + 2 * CHUNK * BD
 
+    following = _chunk(x, dt, do, z, lo + tl.maximum(stop - 1, 0) * CHUNK, hi, t_chunk, d, in_d, D)
     for i in range(begin, stop):
         # 2. The operands of a chunk.
         chunk = begin + stop - 1 - i
         first = lo + chunk * CHUNK
         exists = (t_chunk < hi - first)[:, None] & in_d[None, :]
-        at = tl.max_contiguous((first + t_chunk)[:, None] * D + d[None, :], [1, 4])
-        all_x = tl.load(x + at, mask=exists, other=0.0).to(tl.float32)
-        all_dt = _step(tl.load(dt + at, mask=exists, other=0.0), bias, exists, SOFTPLUS)
-        all_dy = tl.load(do + at, mask=exists, other=0.0).to(tl.float32)
+        all_x, all_dt, all_dy, all_z = following
+        following = _chunk(x, dt, do, z, lo + tl.maximum(chunk - 1, 0) * CHUNK, hi, t_chunk, d, in_d, D)
+        all_x = all_x.to(tl.float32)
+        all_dt = _step(all_dt, bias, exists, SOFTPLUS)
+        all_dy = all_dy.to(tl.float32)
         if z is not None:
-            all_z = tl.load(z + at, mask=exists, other=0.0).to(tl.float32)
+            all_z = all_z.to(tl.float32)
             all_dy *= all_z * sigmoid(all_z)
         tl.debug_barrier()  # every thread has read the chunk before
         tl.store(of_x[None, :] + t_chunk[:, None] * BD, all_x)
