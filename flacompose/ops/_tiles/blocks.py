@@ -172,25 +172,6 @@ def load_numbers(x, first, token, end, H):
 
 
 @triton.jit
-def of_channels(x, j, left, d, in_d, D, other: tl.constexpr = 0.0):
-    """``x [tokens, D]`` of the token `j`; `other` for absent channels, and for tokens from `left` on."""
-    return tl.load(x + j * D + d, mask=in_d & (j < left), other=other)
-
-
-@triton.jit
-def tile_of_channels(
-    x, token, hi, d, in_d, D: tl.constexpr, TOKENS: tl.constexpr, REVERSE: tl.constexpr, other: tl.constexpr = 0.0
-):  # fmt: skip
-    """``x [tokens, D]`` of each token of a tile, in the order of the scan; `other` from `hi` on."""
-    left = tl.minimum(hi - token, TOKENS).to(tl.int32)
-    tokens = ()
-    for i in tl.static_range(TOKENS):
-        j = TOKENS - 1 - i if REVERSE else i
-        tokens += (of_channels(x + token * D, j, left, d, in_d, D, other),)
-    return tokens
-
-
-@triton.jit
 def load_state(state, d, d2, K, V):
     """``[d2, d]`` of ``state [K, V]``."""
     at = state + d[None, :] * V + d2[:, None]

@@ -26,11 +26,11 @@ from flacompose.ops._recurrences.elementwise.selective_scan.kernels import (
 
 # Tokens of a chunk. The state before each chunk is kept for the backward: S / 16 float32 numbers per input.
 CHUNK = 16
-# The most numbers of a state in a tile: where the kernel sums over them, and sums of several tiles are added up outside,
-# and where it sums over none.
+# The most numbers of a state in a tile: of kernels that sum over them, and sums of several tiles are added up outside;
+# of those that do not, so that more programs run.
 STATES, STATES_ALONE = 16, 8
 # (tokens of a tile, a divisor of `CHUNK`; its most channels).
-SWEEP, GRADIENT = (4, 32), (8, 16)
+SWEEP, GRADIENT = (8, 32), (8, 16)
 NOTHING = Around(None, None)
 
 

@@ -1,12 +1,13 @@
 """Triton kernels of the selective scan: a tile of channels with their states is in registers.
 
 A program is one warp, so no thread waits for another warp. It goes from token to token. The tokens of a tile
-are unrolled, so the loads of some overlap with the arithmetic of others. There are only a few, because Triton's
+are unrolled, so that the work on some overlaps with that on others. There are only a few, because Triton's
 time to compile grows with the square of the operations and more. The terms of a step, ``exp(dt_t A)``
 and ``dt_t x_t B_t``, are in registers only. The two kernels distribute the states of a tile differently:
 
 - The forward scan sums over the numbers of a state, and never over channels. A thread has a channel with
-all its states.
+all its states. What channels and states have for the tokens of a tile is loaded as one tile, of which a thread
+has all tokens, and cut into its columns (`_columns`).
 - Gradients are sums over both. A thread has 4 numbers of the states of a few channels, 4 threads have all
 of a channel, and 8 threads are side by side along the channels.
 
@@ -33,7 +34,6 @@ from flacompose.ops._tiles.blocks import (
     is_idle,
     sigmoid,
     split_program,
-    tile_of_channels,
 )
 
 
@@ -69,7 +69,7 @@ def _of_states(BC, j, left, s, in_s, G: tl.constexpr, S: tl.constexpr, BS: tl.co
 
 @triton.jit
 def _columns(x, N: tl.constexpr):
-    """The N columns of `x`."""
+    """The N columns of `x`, a power of 2; no thread gives another any of its numbers if it has all columns."""
     if N == 1:
         columns = (tl.reshape(x, [x.shape[0]]),)
     else:
@@ -144,14 +144,19 @@ def _step(dt, bias, exists, SOFTPLUS: tl.constexpr):
 
 
 @triton.jit
-def _tile(x, dt, z, token, hi, d, in_d, D: tl.constexpr, TOKENS: tl.constexpr, REVERSE: tl.constexpr):
-    """`x`, `dt` and, if it is given, `z` of each token of a tile."""
-    x_tile = tile_of_channels(x, token, hi, d, in_d, D, TOKENS, REVERSE)
-    dt_tile = tile_of_channels(dt, token, hi, d, in_d, D, TOKENS, REVERSE)
-    z_tile = ()
+def _tile(x, dt, z, token, hi, t, d, in_d, D: tl.constexpr):
+    """`x`, `dt` and, if it is given, `z` of the tokens of a tile, ``[BD, TOKENS]``, and which of them exist.
+
+    The compiler is told that pairs of channels are side by side, so threads lie along the channels, and that no place
+    is aligned, so each loads one channel.
+    """
+    exists = in_d[:, None] & (t < hi - token)[None, :]
+    at = token * D + d[:, None] + (t * D)[None, :]
+    at = tl.multiple_of(tl.max_contiguous(at, [2, 1]), [1, 1])
+    z_ = 0
     if z is not None:
-        z_tile = tile_of_channels(z, token, hi, d, in_d, D, TOKENS, REVERSE)
-    return x_tile, dt_tile, z_tile
+        z_ = tl.load(z + at, mask=exists, other=0.0)
+    return tl.load(x + at, mask=exists, other=0.0), tl.load(dt + at, mask=exists, other=0.0), z_, exists
 
 
 @triton.jit(do_not_specialize=["T", "N", "SEGMENTS"])
@@ -205,25 +210,30 @@ def selective_scan_kernel(
     if initial is not None:
         h = _load_states(initial + at_end * D * S, state_tile, d, in_d, S, BS, BD)
     if bias is not None:
-        bias = tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)
+        bias = tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)[:, None]
     if skip is not None:
         skip_ = tl.load(skip + d, mask=in_d, other=0.0).to(tl.float32)
     all_steps = tl.zeros([BD], tl.float32)
     begun, added, total = h, tl.zeros([BS, BD], tl.float32), tl.zeros([BD], tl.float32)
 
     # 2. The operands of tokens are loaded one tile ahead: those of channels into registers, those of states
-    # by a pipeline of three stages into shared memory, where every thread reads them.
+    # by a pipeline of three stages into shared memory, where every thread reads them. Without outputs only one
+    # of B and C is read, else columns have both in turn.
+    BOTH: tl.constexpr = 1 if y is None else 2
+    t, column = tl.arange(0, TOKENS), tl.arange(0, BOTH * TOKENS)
+    of_state = s[:, None] + (column % BOTH * S)[None, :] + (S if REVERSE else 0)
+    column = (column // BOTH)[None, :]
+    if REVERSE:
+        t, column = TOKENS - 1 - t, TOKENS - 1 - column
     token = lo + (tl.maximum(stop - 1, 0) if REVERSE else begin) * TOKENS
-    following = _tile(x, dt, z, token, hi, d, in_d, D, TOKENS, REVERSE)
-    tt = tl.arange(0, 2 * TOKENS)
-    t = TOKENS - 1 - tl.arange(0, TOKENS) if REVERSE else tl.arange(0, TOKENS)
+    following = _tile(x, dt, z, token, hi, t, d, in_d, D)
     for i in tl.range(begin, stop, num_stages=3):
         first = begin + stop - 1 - i if REVERSE else i
         token = lo + first * TOKENS
         left = tl.minimum(hi - token, TOKENS).to(tl.int32)
         next_token = tl.maximum(token - TOKENS, lo) if REVERSE else token + TOKENS
-        x_tile, dt_tile, z_tile = following
-        following = _tile(x, dt, z, next_token, hi, d, in_d, D, TOKENS, REVERSE)
+        x_, dt_, z_, exists = following
+        following = _tile(x, dt, z, next_token, hi, t, d, in_d, D)
         # 3. The state before a chunk.
         if (i - begin) % (CHUNK // TOKENS) == 0:
             h = decayed(begun, A_ * total[None, :]) + added
@@ -232,44 +242,34 @@ def selective_scan_kernel(
             total = tl.zeros([BD], tl.float32)
             if before is not None:
                 tl.store(before + (row + first // (CHUNK // TOKENS)) * D * S + at_state, h, mask=in_state)
-        at_states = BC + (token * G + group) * (2 * S)
-        if y is None:
-            at_states += S if REVERSE else 0
-            all_B = _columns(_of_states(at_states, t[None, :], left, s[:, None], in_s[:, None], G, S, BS), TOKENS)
-        else:
-            all_B = _columns(_of_states(at_states, (tt // 2)[None, :], left, s[:, None] + (tt % 2 * S)[None, :], in_s[:, None], G, S, BS), 2 * TOKENS)
         # 4. The tokens of a tile, one after the other, and their outputs.
-        for step in tl.static_range(TOKENS):
-            j = TOKENS - 1 - step if REVERSE else step
-            is_token = in_d & (j < left)
-            x_ = x_tile[step].to(tl.float32)
-            dt_ = _step(dt_tile[step], bias, is_token, SOFTPLUS)
-            if y is None:
-                B_ = all_B[step]
-                C_ = B_
-            else:
-                B_ = all_B[2 * step]
-                C_ = all_B[2 * step + 1]
-            a_ = _decay(A_, dt_[None, :])
-            if z is not None:
-                gate = z_tile[step].to(tl.float32) * sigmoid(z_tile[step])
+        x_, dt_ = x_.to(tl.float32), _step(dt_, bias, exists, SOFTPLUS)
+        if z is not None:
+            gate = z_.to(tl.float32) * sigmoid(z_)
+            gates = _columns(gate, TOKENS)
             if REVERSE:
-                if z is not None:
-                    x_ *= gate
-                added = a_ * (added + x_[None, :] * C_[:, None])
+                x_ *= gate
+        total += tl.sum(dt_, 1)
+        xs, steps_, writes = _columns(x_, TOKENS), _columns(dt_, TOKENS), _columns(dt_ * x_, TOKENS)
+        BC_tile = BC + (token * G + group) * (2 * S)
+        states = _of_states(BC_tile, column, left, of_state, in_s[:, None], G, S, BS)
+        states = _columns(states, BOTH * TOKENS)
+        for j in tl.static_range(TOKENS):
+            a_ = _decay(A_, steps_[j][None, :])
+            if REVERSE:
+                added = a_ * (added + xs[j][None, :] * states[j][:, None])
             else:
-                e_ = (dt_ * x_)[None, :] * B_[:, None]
+                e_ = writes[j][None, :] * states[BOTH * j][:, None]
                 added = a_ * added + e_
                 if y is not None:
                     h = a_ * h + e_
-                    y_ = tl.sum(h * C_[:, None], 0)
+                    y_ = tl.sum(h * states[2 * j + 1][:, None], 0)
                     if skip is not None:
-                        y_ += skip_ * x_
+                        y_ += skip_ * xs[j]
                     if z is not None:
-                        y_ *= gate
+                        y_ *= gates[j]
                     at_y = (token + j) * (tl.cdiv(S, BS) * D) + state_tile * D + d
-                    tl.store(y + at_y, y_.to(y.dtype.element_ty), mask=is_token)
-            total += dt_
+                    tl.store(y + at_y, y_.to(y.dtype.element_ty), mask=in_d & (j < left))
 
     # 5. The results of the segment.
     h = decayed(begun, A_ * total[None, :]) + added
@@ -303,7 +303,12 @@ def _chunk(x, dt, do, z, first, hi, t, d, in_d, D: tl.constexpr):
     z_ = 0
     if z is not None:
         z_ = tl.load(z + at, mask=exists, other=0.0)
-    return tl.load(x + at, mask=exists, other=0.0), tl.load(dt + at, mask=exists, other=0.0), tl.load(do + at, mask=exists, other=0.0), z_
+    return (
+        tl.load(x + at, mask=exists, other=0.0),
+        tl.load(dt + at, mask=exists, other=0.0),
+        tl.load(do + at, mask=exists, other=0.0),
+        z_,
+    )
 
 
 @triton.jit(do_not_specialize=["T", "N", "SEGMENTS"])
@@ -375,7 +380,7 @@ def selective_scan_gradient_kernel(
 
     following = _chunk(x, dt, do, z, lo + tl.maximum(stop - 1, 0) * CHUNK, hi, t_chunk, d, in_d, D)
     for i in range(begin, stop):
-        # 2. The operands of a chunk.
+        # 2. The operands of a chunk, which are loaded one chunk ahead.
         chunk = begin + stop - 1 - i
         first = lo + chunk * CHUNK
         exists = (t_chunk < hi - first)[:, None] & in_d[None, :]
