@@ -278,7 +278,7 @@ BREAKS = [
     Break("ops/_recurrences/elementwise/rwkv4/kernels.py", "tl.where(b_ == 0.0, LOWEST, tl.maximum(_load(m, at, in_d), LOWEST))", "tl.maximum(_load(m, at, in_d), LOWEST)", "ops/_recurrences/elementwise/test_rwkv4_kernels.py", "lowest"),
     Break("ops/_recurrences/elementwise/rwkv4/kernels.py", "tl.where(k_ < LOWEST, LOWEST, k_)", "k_", "ops/_recurrences/elementwise/test_rwkv4_kernels.py", "lowest"),
     Break("ops/_recurrences/elementwise/rwkv4/op.py", "eager.join(states[-1]", "eager.join(states[0]", SHARED, "ranks and 2"),
-    Break("ops/_recurrences/elementwise/rwkv4/kernels.py", "tl.where(b > 0, m, LOWEST), u + k", "m, u + k", "ops/_recurrences/elementwise/test_rwkv4_kernels.py", "small"),
+    Break("ops/_recurrences/elementwise/rwkv4/kernels.py", "tl.where(b > 0, m, LOWEST), u + k", "m, u + k", "ops/_recurrences/elementwise/test_rwkv4_kernels.py", "decayed"),
     Break("ops/_recurrences/elementwise/rwkv4/kernels.py", "after = tl.maximum(m_ + tokens * w_, own_m)", "after = tl.maximum(m_, own_m)", "ops/_recurrences/elementwise/test_rwkv4_kernels.py", "segments"),
     Break("ops/_recurrences/elementwise/rwkv4/kernels.py", "tl.fma(tl.minimum(j + 1, left).to(tl.float32), w, begun_m), own)", "m + decay, own)", "ops/_recurrences/elementwise/test_rwkv4_kernels.py", "roundings"),
     Break("ops/_recurrences/elementwise/rwkv4/kernels.py", "tl.where(j < left, tl.fma(kept, tl.fma(da, as_[j], db * bs[j]), dw_), dw_)", "tl.fma(kept, tl.fma(da, as_[j], db * bs[j]), dw_)", "ops/_recurrences/test_kernels.py", "rwkv4"),

@@ -94,11 +94,11 @@ def _forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     scan = _Scan(inputs)
     passing = StatePassing(scan.chunks, scan.initial(inputs.initial_state))
     y = []
-    for chunks in scan.segments:
-        segment = _Segment(scan, chunks)
-        before = segment.pass_states(passing, state_after(segment.decays, segment.writes))
-        h = torch.stack(decayed_states(segment.decays, segment.writes, before)) + segment.writes
-        y.append((h @ segment.C.unsqueeze(-1)).squeeze(-1))
+    for chunks in scan.cache_blocks:
+        block = _CacheBlock(scan, chunks)
+        before = block.pass_states(passing, state_after(block.decays, block.writes))
+        h = torch.stack(decayed_states(block.decays, block.writes, before)) + block.writes
+        y.append((h @ block.C.unsqueeze(-1)).squeeze(-1))
     return scan.join(y).flatten(2), scan.final(passing)
 
 
@@ -108,27 +108,27 @@ def _backward(call: BackwardCall[Inputs], inputs: Inputs, dy: Tensor) -> Gradien
     before = []
     if wants("dt", "dt_bias", "A", "C"):
         passing = StatePassing(scan.chunks, scan.initial(inputs.initial_state))
-        for chunks in scan.segments:
-            segment = _Segment(scan, chunks)
-            before.append(segment.pass_states(passing, state_after(segment.decays, segment.writes)))
+        for chunks in scan.cache_blocks:
+            block = _CacheBlock(scan, chunks)
+            before.append(block.pass_states(passing, state_after(block.decays, block.writes)))
 
     passing = StatePassing(scan.chunks, scan.initial(call.arriving.final_state), reverse=True)
     dx, ddt, dB, dC = [], [], [], []
     dA = torch.zeros_like(scan.A)
-    for chunks in reversed(scan.segments):
-        segment = _Segment(scan, chunks)
-        x, dt = segment.x, segment.dt
-        decays, reads = segment.decays.unbind(), segment.reads.unbind()
-        after = segment.pass_states(passing, gradient_before(decays, reads))
+    for chunks in reversed(scan.cache_blocks):
+        block = _CacheBlock(scan, chunks)
+        x, dt = block.x, block.dt
+        decays, reads = block.decays.unbind(), block.reads.unbind()
+        after = block.pass_states(passing, gradient_before(decays, reads))
         if before:
-            decayed = torch.stack(decayed_states(decays, segment.writes, before.pop()))
+            decayed = torch.stack(decayed_states(decays, block.writes, before.pop()))
         if wants("C"):
-            dC.append((segment.dy.unsqueeze(-2) @ (decayed + segment.writes)).squeeze(-2))
+            dC.append((block.dy.unsqueeze(-2) @ (decayed + block.writes)).squeeze(-2))
         if not wants("x", "dt", "dt_bias", "A", "B"):
             continue
         dh = torch.stack(gradients(decays, reads, after))
         if wants("x", "dt", "dt_bias"):
-            d_product = (dh @ segment.B.unsqueeze(-1)).squeeze(-1)  # the gradient of dt * x
+            d_product = (dh @ block.B.unsqueeze(-1)).squeeze(-1)  # the gradient of dt * x
             dx.append(dt * d_product)
         if wants("dt", "dt_bias", "A"):
             d_exponent = dh * decayed
@@ -165,7 +165,7 @@ class _Scan:
         A = A.to(self.chunks.dtype).contiguous().unflatten(0, self.groups).unsqueeze(1)  # [G, 1, P, S]
         self.A = A.clamp(min=torch.finfo(A.dtype).min)
         self.A_of_dt = A.masked_fill(decays_to_zero(A), 0)
-        self.segments = self.chunks.cache_blocks(self.chunks.B * self.chunks.size * A.numel())
+        self.cache_blocks = self.chunks.cache_blocks(self.chunks.B * self.chunks.size * A.numel())
 
     def initial(self, state: Tensor | None) -> Tensor:
         """A state, or the gradient of one, as ``[N, G, P, S]``."""
@@ -176,12 +176,12 @@ class _Scan:
     def final(self, passing: StatePassing) -> Tensor:
         return passing.end().flatten(1, 2).clone()
 
-    def join(self, segments: list[Tensor]) -> Tensor:
+    def join(self, blocks: list[Tensor]) -> Tensor:
         """``[B, T, G, ...]`` from the tokens of all cache blocks."""
-        return self.chunks.join(*(x.movedim(0, 3) for x in segments))
+        return self.chunks.join(*(x.movedim(0, 3) for x in blocks))
 
 
-class _Segment:
+class _CacheBlock:
     """The tokens of a cache block, as tensors ``[C, B, G, R, ...]``, the place in a chunk first."""
 
     def __init__(self, scan: _Scan, chunks: Chunks) -> None:
