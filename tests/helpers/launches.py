@@ -74,7 +74,7 @@ SIZES = (
     (384, 384),
     (512, 512),
 )
-# Rows of the third are cut into segments, and those of the second where sweeps restart.
+# Rows of the third are cut into segments, and those of the second where there are warm starts.
 LENGTHS = (130, 64 * 70, 64 * 260)
 
 
