@@ -110,7 +110,7 @@ BREAKS = [
     Break("ops/_recurrences/matrix/delta_rule/hopper/head_state_passing.py", "warpgroup_mma_wait(3, [out]) * (from_start * scale)", "warpgroup_mma_wait(3, [out]) * scale", GLUON, "gated_delta and dense"),
     Break("ops/_recurrences/matrix/delta_rule/hopper/head_state_passing.py", "        S *= of_chunk\n", "        S *= of_next\n", GLUON, "gated_delta and packed"),
     Break("ops/_recurrences/matrix/delta_rule/hopper/head_backward.py", "        arrived(1)\n        if more", "        arrived(2)\n        if more", GLUON, "joint"),
-    Break("ops/_recurrences/matrix/delta_rule/hopper/head_backward.py", "            written *= to_end\n", "            pass\n", GLUON, "joint and gated"),
+    Break("ops/_recurrences/matrix/delta_rule/hopper/head_backward.py", "written *= gl.exp2(total - sums_.load(gl.SliceLayout(1, L)))[:, None]", "pass", GLUON, "joint and gated"),
     Break("ops/_recurrences/matrix/delta_rule/hopper/head_backward.py", "next_rows = ((start - C)", "next_rows = (start", GLUON, "joint"),
     Break("ops/_recurrences/matrix/delta_rule/hopper/head_backward.py", "gl.minimum(hi - lo - chunk * C, C)", "C", GLUON, "joint"),
     Break("ops/_recurrences/matrix/delta_rule/hopper/head_backward.py", "if segment == 0:", "if True:", GLUON, "joint and segments"),

@@ -366,18 +366,8 @@ def test_sweeps_in_segments(
     monkeypatch.setattr(plan, "warm_start_count", lambda *_: restarts)
     if restarts == 1:
         monkeypatch.setattr(sequences, "segment_count", lambda *_: 3)
-    problem = draw(
-        NAMED["chunk_gated_delta_rule"],
-        CPU,
-        torch.bfloat16,
-        B=1,
-        T=330,
-        H=1,
-        K=K,
-        V=V,
-        lengths=lengths,
-        gates=gates,
-    )
+    case = NAMED["chunk_gated_delta_rule"]
+    problem = draw(case, CPU, torch.bfloat16, B=1, T=330, H=1, K=K, V=V, lengths=lengths, gates=gates)
     results, in_gluon = emulated(problem, launched)
     assert in_gluon >= FORWARDS
     assert_accurate(problem, results)
