@@ -32,17 +32,8 @@ def test_lengths(case: OpCase, T: int) -> None:
 @pytest.mark.parametrize("lengths", [None, [0, 17, 1, 3]], ids=["dense", "packed"])
 def test_skip_gate_and_time_steps(given: str, lengths: list[int] | None) -> None:
     softplus, options = WITH[given]
-    check(
-        draw(
-            case_of(softplus, *(x for x in options if x in OPTIONS)),
-            CPU,
-            B=1,
-            K=3,
-            V=4,
-            T=21,
-            lengths=lengths,
-        )
-    )
+    case = case_of(softplus, *(x for x in options if x in OPTIONS))
+    check(draw(case, CPU, B=1, K=3, V=4, T=21, lengths=lengths))
 
 
 @pytest.mark.parametrize("tile", [(2, 2), (1, 4)], ids=str)

@@ -16,10 +16,9 @@ from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.elementwise.selective_scan import eager
 from flacompose.ops._recurrences.elementwise.selective_scan.inputs import Inputs
 from flacompose.ops._recurrences.elementwise.selective_scan.kernels import (
-    Around,
     Found,
+    Given,
     Results,
-    Steps,
     selective_scan_gradient_kernel,
     selective_scan_kernel,
 )
@@ -31,14 +30,13 @@ CHUNK = 16
 STATES, STATES_ALONE = 16, 8
 # (tokens of a tile, a divisor of `CHUNK`; its most channels).
 SWEEP, GRADIENT = (8, 32), (8, 16)
-NOTHING = Around(None, None)
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, D], final_state [N, D, S])``."""
     run = _Launches(inputs)
     y, final_state = run.per_channel(inputs.x.dtype), run.per_sequence(run.D, run.S)
-    run.forwards(around=run.around, y=y, final=final_state)
+    run.forwards(run.around, y=y, final=final_state)
     o = run.summed(y)
     # A sum over several tiles is not gated by the kernel.
     return o if run.state_tiles == 1 else eager.gated(inputs, o), final_state
@@ -65,12 +63,11 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     if before is not None:
         run.forwards(before=before)
     # The gradient of a state does not depend on the skip.
-    pass_states = partial(run.pass_states, x=do, around=around._replace(skip=None), REVERSE=True)
+    pass_states = partial(run.pass_states, x=do, given=around._replace(skip=None), REVERSE=True)
     d_final = run.row.starts(pass_states, call.arriving.final_state)
 
-    sizes, count = run.sizes(GRADIENT), run.row.count
-    BD, BS = sizes["BD"], run.BS
-    programs = run.programs(BD, BS)
+    sizes, count = run.sizes(*GRADIENT, STATES), run.row.count
+    programs, BD = run.programs(sizes), sizes["BD"]
     per_group = tile_count(run.P, BD), run.G, run.S
     start = call.wanted_input("initial_state")
     found = Found(
@@ -91,9 +88,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         **run.operands,
         **run.arguments,
         **sizes,
-        BS=BS,
-        steps=run.steps,
-        around=around._replace(skip=run.skip),
+        given=around._replace(skip=run.skip),
         do=do,
         before=before,
         d_final=d_final,
@@ -128,15 +123,14 @@ class _Launches(Sequences):
         # All channels read B and C, so they are converted once, not by each channel. `contiguous`, because
         # stack keeps the layout of images if tokens are last in memory.
         BC = torch.stack((inputs.B, inputs.C), 3).float().contiguous()
-        self.BS = min(1 << (self.S - 1).bit_length(), STATES)
-        self.state_tiles = tile_count(self.S, self.BS)
+        self.state_tiles, self.softplus = tile_count(self.S, STATES), inputs.softplus
         self.operands = {"x": x, "A": A, "BC": BC}
-        self.steps, self.softplus, self.skip = Steps(dt, bias), inputs.softplus, D
-        self.around = Around(D, z) if self.state_tiles == 1 else NOTHING
+        self.alone, self.skip = Given(dt, bias, None, None), D
+        self.around = Given(dt, bias, D, z) if self.state_tiles == 1 else self.alone
         self.arguments |= {"D": self.D, "S": self.S, "G": self.G, "CHUNK": CHUNK}
         # In units of 32 tokens a segment has at least 64 * 32 = 2,048. Programs of one warp are small, so
         # twice as many run.
-        channel_tiles = tile_count(self.P, self.sizes(SWEEP)["BD"])
+        channel_tiles = tile_count(self.P, SWEEP[1])
         programs = tile_count(self.state_tiles * self.G * channel_tiles, 2)
         self.row = Segments(self, self.T // 32, programs, (self.D, self.S), {"gk": "sum_dt"}, A)
         self.arguments["SEGMENTS"] = self.row.count
@@ -152,40 +146,40 @@ class _Launches(Sequences):
         x = self.batched(x)
         return x if self.state_tiles == 1 else x.sum(2)
 
-    def programs(self, BD: int, BS: int) -> int:
-        return self.N * self.row.count * tile_count(self.S, BS) * self.G * tile_count(self.P, BD)
+    def sizes(self, TOKENS: int, channels: int, states: int) -> dict[str, int]:
+        """The sizes of tiles of at most so many channels and numbers of a state."""
+        sizes = (self.P, channels), (self.S, states)
+        BD, BS = (min(1 << (size - 1).bit_length(), most) for size, most in sizes)
+        return {"TOKENS": TOKENS, "BD": BD, "BS": BS, "num_warps": 1}
 
-    def sizes(self, config: tuple[int, int]) -> dict[str, int]:
-        """The sizes of tiles for a `config`."""
-        TOKENS, channels = config
-        return {"TOKENS": TOKENS, "BD": min(1 << (self.P - 1).bit_length(), channels), "num_warps": 1}
+    def programs(self, sizes: dict[str, int]) -> int:
+        tiles = tile_count(self.S, sizes["BS"]) * self.G * tile_count(self.P, sizes["BD"])
+        return self.N * self.row.count * tiles
 
-    def forwards(self, **given: Any) -> None:
+    def forwards(self, given: Given | None = None, **results: Any) -> None:
         """Fill those of `Results` that are given."""
-        self.pass_states(initial=self.row.starts(self.pass_states, self.initial), **given)
+        initial = self.row.starts(self.pass_states, self.initial)
+        self.pass_states(initial=initial, given=given, **results)
 
     def pass_states(
         self,
         initial: Tensor | None = None,
-        around: Around = NOTHING,
+        given: Given | None = None,
         REVERSE: bool = False,
         x: Tensor | None = None,
-        **given: Any,
+        **results: Any,
     ) -> None:
-        """Launch `selective_scan_kernel`, which fills the given results; backwards with `dy` in place of `x`."""
-        sizes, BS = self.sizes(SWEEP), self.BS if "y" in given else min(self.BS, STATES_ALONE)
-        operands = self.operands if x is None else self.operands | {"x": x}
+        """Launch `selective_scan_kernel`, which fills the given results; backwards, `x` is the output's gradient."""
+        sizes = self.sizes(*SWEEP, STATES if "y" in results else STATES_ALONE)
         launch(
             selective_scan_kernel,
-            (self.programs(sizes["BD"], BS),),
-            **operands,
+            (self.programs(sizes),),
+            **(self.operands if x is None else self.operands | {"x": x}),
             **self.arguments,
             **sizes,
-            BS=BS,
-            steps=self.steps,
             SOFTPLUS=self.softplus,
-            around=around,
+            given=given or self.alone,
             initial=initial,
-            results=Results(**dict.fromkeys(Results._fields) | given),
+            results=Results(**dict.fromkeys(Results._fields) | results),
             REVERSE=REVERSE,
         )

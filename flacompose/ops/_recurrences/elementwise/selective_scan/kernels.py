@@ -98,12 +98,9 @@ def _load_states(x, state_tile, d, in_d, S: tl.constexpr, BS: tl.constexpr, BD: 
     return states
 
 
-class Steps(NamedTuple):
+class Given(NamedTuple):
     dt: Any  # [tokens, D]: time steps before bias and softplus, or after them
     bias: Any  # [D]
-
-
-class Around(NamedTuple):
     skip: Any  # [D]
     z: Any  # [tokens, D]
 
@@ -144,6 +141,14 @@ def _step(dt, bias, exists, SOFTPLUS: tl.constexpr):
 
 
 @triton.jit
+def _load(x, dt, z, at, exists):
+    z_ = 0
+    if z is not None:
+        z_ = tl.load(z + at, mask=exists, other=0.0)
+    return tl.load(x + at, mask=exists, other=0.0), tl.load(dt + at, mask=exists, other=0.0), z_
+
+
+@triton.jit
 def _tile(x, dt, z, token, hi, t, d, in_d, D: tl.constexpr):
     """`x`, `dt` and, if it is given, `z` of the tokens of a tile, ``[BD, TOKENS]``, and which of them exist.
 
@@ -153,19 +158,16 @@ def _tile(x, dt, z, token, hi, t, d, in_d, D: tl.constexpr):
     exists = in_d[:, None] & (t < hi - token)[None, :]
     at = token * D + d[:, None] + (t * D)[None, :]
     at = tl.multiple_of(tl.max_contiguous(at, [2, 1]), [1, 1])
-    z_ = 0
-    if z is not None:
-        z_ = tl.load(z + at, mask=exists, other=0.0)
-    return tl.load(x + at, mask=exists, other=0.0), tl.load(dt + at, mask=exists, other=0.0), z_, exists
+    x_, dt_, z_ = _load(x, dt, z, at, exists)
+    return x_, dt_, z_, exists
 
 
 @triton.jit(do_not_specialize=["T", "N", "SEGMENTS"])
 def selective_scan_kernel(
     x,  # [tokens, D]; backwards the gradient of the output
-    steps,  # `Steps`
     A,  # [D, S]
     BC,  # [tokens, G, 2, S], float32: B and C
-    around,  # `Around`
+    given,  # `Given`
     initial,  # [SEGMENTS, N, D, S], before each segment
     results,  # `Results`
     cu_seqlens,
@@ -190,8 +192,7 @@ def selective_scan_kernel(
     From chunk to chunk, `h` is decayed by the whole chunk at once, and the contribution of its tokens, `added`,
     is computed separately.
     """
-    dt, bias = steps
-    skip, z = around
+    dt, bias, skip, z = given
     y, before, ends, sum_dt, final = results
     tile, segment, n = split_program(tl.cdiv(S, BS) * G * tl.cdiv(D // G, BD), SEGMENTS)
     if is_idle(segment, SEGMENTS, ends, y is not None or before is not None):
@@ -300,24 +301,16 @@ def _chunk(x, dt, do, z, first, hi, t, d, in_d, D: tl.constexpr):
     """`x`, `dt`, `do` and, if it is given, `z` of a chunk."""
     exists = (t < hi - first)[:, None] & in_d[None, :]
     at = tl.max_contiguous((first + t)[:, None] * D + d[None, :], [1, 4])
-    z_ = 0
-    if z is not None:
-        z_ = tl.load(z + at, mask=exists, other=0.0)
-    return (
-        tl.load(x + at, mask=exists, other=0.0),
-        tl.load(dt + at, mask=exists, other=0.0),
-        tl.load(do + at, mask=exists, other=0.0),
-        z_,
-    )
+    x_, dt_, z_ = _load(x, dt, z, at, exists)
+    return x_, dt_, tl.load(do + at, mask=exists, other=0.0), z_
 
 
 @triton.jit(do_not_specialize=["T", "N", "SEGMENTS"])
 def selective_scan_gradient_kernel(
     x,  # [tokens, D]
-    steps,  # `Steps`
     A,  # [D, S]
     BC,  # [tokens, G, 2, S], float32: B and C
-    around,  # `Around`; several tiles of states have no `z`
+    given,  # `Given`; several tiles of states have no `z`
     do,  # [tokens, D]
     before,  # [chunks, D, S]: the state before each chunk; None where no gradient needs states
     d_final,  # [SEGMENTS, N, D, S], after each segment; segment 0 is the last in time
@@ -346,8 +339,7 @@ def selective_scan_gradient_kernel(
     What tokens have for each channel is loaded for a chunk at once. It comes back token by token from `scratch`,
     which is so small that it stays in the cache.
     """
-    dt, bias = steps
-    skip, z = around
+    dt, bias, skip, z = given
     dx, ddt, dA, dB, dC, dz, d_skip, d_bias, d_initial = gradients
     tile, segment, n = split_program(tl.cdiv(S, BS) * G * tl.cdiv(D // G, BD), SEGMENTS)
     state_tile, group, channel_tile, d, in_d, s, in_s = _place(tile, D // G, S, BS, BD)
@@ -369,11 +361,8 @@ def selective_scan_gradient_kernel(
         skip_ += tl.load(skip + d, mask=in_d & (state_tile == 0), other=0.0).to(tl.float32)
     if bias is not None:
         bias = tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
-    dA_, d_skip_, d_bias_ = (
-        tl.zeros([BD, BS], tl.float32),
-        tl.zeros([BD], tl.float32),
-        tl.zeros([BD], tl.float32),
-    )
+    dA_ = tl.zeros([BD, BS], tl.float32)
+    d_skip_, d_bias_ = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
     t, t_chunk, p = tl.arange(0, TOKENS), tl.arange(0, CHUNK), tl.arange(0, BD)
     of_x = scratch + tl.program_id(0).to(tl.int64) * (3 * CHUNK * BD) + p
     of_dt, of_dy = of_x + CHUNK * BD, of_x + 2 * CHUNK * BD
