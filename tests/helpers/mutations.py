@@ -319,6 +319,8 @@ BREAKS = [
     Break("ops/_recurrences/matrix/low_rank/cuda.py", "H, K, dtype=torch.float32, device", "H, K, device", "ops/_recurrences/test_launches.py", "dtype_of_its_own"),
     Break("ops/_tiles/join.py", "gate += tl.load(gk", "gate += 0 * tl.load(gk", KERNELS, "test_segments and chunk_gla"),
     Break("ops/_recurrences/elementwise/selective_scan/kernels.py", "at_state = d[None, :] * S + s[:, None]", "at_state = d[None, :] + s[:, None]", "ops/_recurrences/elementwise/test_selective_scan_kernels.py"),
+    Break("ops/_recurrences/elementwise/selective_scan/kernels.py", "TOKENS - 1 - t, TOKENS - 1 - column", "TOKENS - 1 - t, column", "ops/_recurrences/elementwise/test_selective_scan_kernels.py", "segments"),
+    Break("ops/_recurrences/elementwise/selective_scan/kernels.py", "tl.maximum(chunk - 1, 0) * CHUNK", "chunk * CHUNK", "ops/_recurrences/elementwise/test_selective_scan_kernels.py", "lengths"),
     Break("ops/_recurrences/elementwise/selective_scan/kernels.py", "dz_ = do_ * y_ * open_ * (1 + z_ * (1 - open_))", "dz_ = do_ * y_ * open_", "ops/_recurrences/elementwise/test_selective_scan_kernels.py", "gate"),
     Break("ops/_recurrences/elementwise/selective_scan/kernels.py", "-expm1_near_0(-delta), 1 - tl.exp2(delta * -LOG2_E)", "1.0, 1.0", "ops/_recurrences/elementwise/test_selective_scan_kernels.py", "gate"),
     Break("ops/_recurrences/elementwise/selective_scan/eager.py", "do * y * opened * (1 + z * (1 - opened))", "do * y * opened", "ops/_recurrences/elementwise/test_selective_scan.py", "gradients"),
