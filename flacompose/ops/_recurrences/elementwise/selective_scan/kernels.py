@@ -69,7 +69,7 @@ def _of_states(BC, j, left, s, in_s, G: tl.constexpr, S: tl.constexpr, BS: tl.co
 
 @triton.jit
 def _columns(x, N: tl.constexpr):
-    """The N columns of `x`, a power of 2; no thread gives another any of its numbers if it has all columns."""
+    """The N columns of `x`, a power of 2. No numbers move between threads if each has all columns of its rows."""
     if N == 1:
         columns = (tl.reshape(x, [x.shape[0]]),)
     else:
@@ -220,10 +220,10 @@ def selective_scan_kernel(
     # 2. The operands of tokens are loaded one tile ahead: those of channels into registers, those of states
     # by a pipeline of three stages into shared memory, where every thread reads them. Without outputs only one
     # of B and C is read, else columns have both in turn.
-    BOTH: tl.constexpr = 1 if y is None else 2
-    t, column = tl.arange(0, TOKENS), tl.arange(0, BOTH * TOKENS)
-    of_state = s[:, None] + (column % BOTH * S)[None, :] + (S if REVERSE else 0)
-    column = (column // BOTH)[None, :]
+    KINDS: tl.constexpr = 1 if y is None else 2
+    t, column = tl.arange(0, TOKENS), tl.arange(0, KINDS * TOKENS)
+    of_state = s[:, None] + (column % KINDS * S)[None, :] + (S if REVERSE else 0)
+    column = (column // KINDS)[None, :]
     if REVERSE:
         t, column = TOKENS - 1 - t, TOKENS - 1 - column
     token = lo + (tl.maximum(stop - 1, 0) if REVERSE else begin) * TOKENS
@@ -254,13 +254,13 @@ def selective_scan_kernel(
         xs, steps_, writes = _columns(x_, TOKENS), _columns(dt_, TOKENS), _columns(dt_ * x_, TOKENS)
         BC_tile = BC + (token * G + group) * (2 * S)
         states = _of_states(BC_tile, column, left, of_state, in_s[:, None], G, S, BS)
-        states = _columns(states, BOTH * TOKENS)
+        states = _columns(states, KINDS * TOKENS)
         for j in tl.static_range(TOKENS):
             a_ = _decay(A_, steps_[j][None, :])
             if REVERSE:
                 added = a_ * (added + xs[j][None, :] * states[j][:, None])
             else:
-                e_ = writes[j][None, :] * states[BOTH * j][:, None]
+                e_ = writes[j][None, :] * states[KINDS * j][:, None]
                 added = a_ * added + e_
                 if y is not None:
                     h = a_ * h + e_
