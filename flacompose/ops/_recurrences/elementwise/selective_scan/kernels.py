@@ -150,7 +150,7 @@ def _load(x, dt, z, at, exists):
 
 @triton.jit
 def _tile(x, dt, z, token, hi, t, d, in_d, D: tl.constexpr):
-    """`x`, `dt` and, if it is given, `z` of the tokens of a tile, ``[BD, TOKENS]``, and which of them exist.
+    """`x`, `dt` and, if it is given, `z` of the tokens of a tile, ``[BD, TOKENS]``.
 
     The compiler is told that pairs of channels are side by side, so threads lie along the channels, and that no place
     is aligned, so each loads one channel.
@@ -158,8 +158,7 @@ def _tile(x, dt, z, token, hi, t, d, in_d, D: tl.constexpr):
     exists = in_d[:, None] & (t < hi - token)[None, :]
     at = token * D + d[:, None] + (t * D)[None, :]
     at = tl.multiple_of(tl.max_contiguous(at, [2, 1]), [1, 1])
-    x_, dt_, z_ = _load(x, dt, z, at, exists)
-    return x_, dt_, z_, exists
+    return _load(x, dt, z, at, exists)
 
 
 @triton.jit(do_not_specialize=["T", "N", "SEGMENTS"])
@@ -211,7 +210,7 @@ def selective_scan_kernel(
     if initial is not None:
         h = _load_states(initial + at_end * D * S, state_tile, d, in_d, S, BS, BD)
     if bias is not None:
-        bias = tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)[:, None]
+        bias = tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)
     if skip is not None:
         skip_ = tl.load(skip + d, mask=in_d, other=0.0).to(tl.float32)
     all_steps = tl.zeros([BD], tl.float32)
@@ -233,7 +232,7 @@ def selective_scan_kernel(
         token = lo + first * TOKENS
         left = tl.minimum(hi - token, TOKENS).to(tl.int32)
         next_token = tl.maximum(token - TOKENS, lo) if REVERSE else token + TOKENS
-        x_, dt_, z_, exists = following
+        x_, dt_, z_ = following
         following = _tile(x, dt, z, next_token, hi, t, d, in_d, D)
         # 3. The state before a chunk.
         if (i - begin) % (CHUNK // TOKENS) == 0:
@@ -244,33 +243,36 @@ def selective_scan_kernel(
             if before is not None:
                 tl.store(before + (row + first // (CHUNK // TOKENS)) * D * S + at_state, h, mask=in_state)
         # 4. The tokens of a tile, one after the other, and their outputs.
-        x_, dt_ = x_.to(tl.float32), _step(dt_, bias, exists, SOFTPLUS)
+        xs, all_dt = _columns(x_, TOKENS), _columns(dt_, TOKENS)
         if z is not None:
-            gate = z_.to(tl.float32) * sigmoid(z_)
-            gates = _columns(gate, TOKENS)
-            if REVERSE:
-                x_ *= gate
-        total += tl.sum(dt_, 1)
-        xs, steps_, writes = _columns(x_, TOKENS), _columns(dt_, TOKENS), _columns(dt_ * x_, TOKENS)
+            zs = _columns(z_, TOKENS)
         BC_tile = BC + (token * G + group) * (2 * S)
         states = _of_states(BC_tile, column, left, of_state, in_s[:, None], G, S, BS)
         states = _columns(states, KINDS * TOKENS)
-        for j in tl.static_range(TOKENS):
-            a_ = _decay(A_, steps_[j][None, :])
+        for i_token in tl.static_range(TOKENS):
+            j = TOKENS - 1 - i_token if REVERSE else i_token
+            exists = in_d & (j < left)
+            x_, dt_ = xs[i_token].to(tl.float32), _step(all_dt[i_token], bias, exists, SOFTPLUS)
+            if z is not None:
+                gate = zs[i_token].to(tl.float32) * sigmoid(zs[i_token])
+            a_ = _decay(A_, dt_[None, :])
+            total += dt_
             if REVERSE:
-                added = a_ * (added + xs[j][None, :] * states[j][:, None])
+                if z is not None:
+                    x_ *= gate
+                added = a_ * (added + x_[None, :] * states[i_token][:, None])
             else:
-                e_ = writes[j][None, :] * states[KINDS * j][:, None]
+                e_ = (dt_ * x_)[None, :] * states[KINDS * i_token][:, None]
                 added = a_ * added + e_
                 if y is not None:
                     h = a_ * h + e_
-                    y_ = tl.sum(h * states[2 * j + 1][:, None], 0)
+                    y_ = tl.sum(h * states[2 * i_token + 1][:, None], 0)
                     if skip is not None:
-                        y_ += skip_ * xs[j]
+                        y_ += skip_ * x_
                     if z is not None:
-                        y_ *= gates[j]
+                        y_ *= gate
                     at_y = (token + j) * (tl.cdiv(S, BS) * D) + state_tile * D + d
-                    tl.store(y + at_y, y_.to(y.dtype.element_ty), mask=in_d & (j < left))
+                    tl.store(y + at_y, y_.to(y.dtype.element_ty), mask=exists)
 
     # 5. The results of the segment.
     h = decayed(begun, A_ * total[None, :]) + added
