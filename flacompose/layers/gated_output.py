@@ -42,7 +42,7 @@ class GatedOutputLayer(RecurrentLayer):
         """``o [B, T, H, V]``, normed, gated by the rows or tokens of `gate`, and projected."""
         like, o = o, rows_of(o)
         if gate is not None:
-            gate = gate.unflatten(-1, (self.num_heads, -1))
+            gate = rows_of(gate).unflatten(-1, (self.num_heads, -1))
         if self.fuse_norm_and_gate:
             o = self.g_norm_swish_gate(o, gate)
         else:
