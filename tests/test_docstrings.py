@@ -7,11 +7,11 @@ from types import ModuleType
 
 import pytest
 
-from flacompose.ops._recurrences.matrix import segment
+from flacompose.ops._recurrences.matrix import cache_block
 from flacompose.ops._tensors import grouped_queries
 
 
-@pytest.mark.parametrize("module", [grouped_queries, segment], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [grouped_queries, cache_block], ids=lambda module: module.__name__)
 def test_examples(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert result.attempted and not result.failed

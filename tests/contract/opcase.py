@@ -120,7 +120,7 @@ class OpCase:
         o, state = self.function(**inputs, initial_state=given, output_final_state=output_final_state)
         return o, None if state is None else self.join(state)
 
-    def joint_reference(
+    def reference_with_one_state(
         self, initial_state: Tensor | None = None, *, uncancelled: bool = False, **inputs
     ) -> tuple[Tensor, Tensor]:
         """The reference, its state as one tensor."""
@@ -133,11 +133,9 @@ class OpCase:
 
     def join(self, state: State) -> Tensor:
         """A tuple of states ``[N, H, ...]`` as one tensor ``[N, H, joined]``."""
-        return (
-            state
-            if isinstance(state, Tensor)
-            else torch.cat([x.reshape(*x.shape[:2], -1) for x in state], -1)
-        )
+        if isinstance(state, Tensor):
+            return state
+        return torch.cat([x.reshape(*x.shape[:2], -1) for x in state], -1)
 
     def split(self, state: Tensor, inputs: Mapping[str, Tensor]) -> State:
         """The opposite of `join`; the sizes are those of the inputs."""

@@ -71,7 +71,7 @@ def draw(
     lengths: Sequence[int] | None = None,
     tail: int = 0,
     cu_dtype: torch.dtype = torch.int32,
-    gates: str | float = "mild",
+    gates: str | float = "weak",
     gate_dtype: torch.dtype | None = None,
     state: bool = True,
     state_dtype: torch.dtype | None = None,
@@ -125,9 +125,9 @@ def gate(axes: Sequence[str], size: dict[str, int], kind: str | float, generator
     shape = [size[axis] for axis in axes]
     if not isinstance(kind, str):
         return torch.full(shape, kind, dtype=torch.float64)
-    mild = F.logsigmoid(2 + torch.randn(shape, generator=generator, dtype=torch.float64)) / 2
-    if kind == "mild":
-        return mild
+    weak = F.logsigmoid(2 + torch.randn(shape, generator=generator, dtype=torch.float64)) / 2
+    if kind == "weak":
+        return weak
     if kind == "strong":
         strength = torch.linspace(0, 5, shape[-1], dtype=torch.float64)
         return -strength * torch.rand(shape, generator=generator, dtype=torch.float64)
@@ -135,10 +135,10 @@ def gate(axes: Sequence[str], size: dict[str, int], kind: str | float, generator
     if kind == "mixed":
         return drawn
     if kind == "rare":
-        return torch.where(torch.rand(shape, generator=generator) < 0.05, drawn, mild)
+        return torch.where(torch.rand(shape, generator=generator) < 0.05, drawn, weak)
     assert kind == "resets"
     token = torch.rand([size[a] if a in ("B", "T") else 1 for a in axes], generator=generator) < 0.1
-    return mild.masked_fill(token, float("-inf")) if "T" in axes else mild
+    return weak.masked_fill(token, float("-inf")) if "T" in axes else weak
 
 
 def permuted(x: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ def call_reference(
     if problem.case.scaled:
         scale["scale"] = first.shape[-1] ** -0.5 if problem.scale is None else problem.scale
     initial = tensors.pop("initial_state", None)
-    reference = partial(problem.case.joint_reference, uncancelled=uncancelled, **scale)
+    reference = partial(problem.case.reference_with_one_state, uncancelled=uncancelled, **scale)
     if problem.cu_seqlens is None:
         return reference(**tensors, initial_state=initial)
     cu = problem.cu_seqlens.tolist()

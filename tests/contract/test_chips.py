@@ -69,7 +69,7 @@ def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 @pytest.mark.parametrize(("dtype", "K", "V"), SIZES, ids=str)
 @every([NAMED[name] for name in NAMES])
 def test_tables_are_right(case: OpCase, dtype: torch.dtype, K: int, V: int, chip: Chip) -> None:
-    """Of the two chunks of tokens that are whole, gates make some mild and some not."""
+    """Of the two chunks of tokens that are whole, gates make some factorisable and some not."""
     problem = draw(case, torch.device("cuda"), dtype, B=1, T=200, H=2, K=K, V=V, gates="rare")
     problem = problem.with_tensors(
         **{

@@ -58,7 +58,7 @@ def test_more_elements_than_int32_counts(case: OpCase) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU")
 @one_op_a_form
 def test_one_graph_from_64_tokens_to_many_segments(case: OpCase) -> None:
-    """The compiled launches are those of every length, however many segments it is swept in."""
+    """The compiled launches are those of every length, however many segments a row has."""
     function = torch.compile(case.call, fullgraph=True, dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
         for T in (65, 8200, 20000):
@@ -70,7 +70,7 @@ def test_one_graph_from_64_tokens_to_many_segments(case: OpCase) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU")
-@pytest.mark.parametrize("gates", [-0.05, -3.0], ids=["mild", "strong"])
+@pytest.mark.parametrize("gates", [-0.05, -3.0], ids=["weak", "strong"])
 @one_op_a_form
 def test_every_run_has_the_same_bits(case: OpCase, gates: float) -> None:
     """Heads of 128 are several tiles wide, so that kernels load the next tile while they work on one: races show."""
@@ -122,7 +122,7 @@ def test_states_outlive_segments(case: OpCase, D: int, monkeypatch: pytest.Monke
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU")
-@pytest.mark.parametrize("gates", [-0.1, -30.0], ids=["mild", "strong"])
+@pytest.mark.parametrize("gates", [-0.1, -30.0], ids=["weak", "strong"])
 @one_op_a_form
 def test_nan_is_not_lost(case: OpCase, gates: float) -> None:
     """One in a gradient that comes in is in every one that goes out, however products round their factors."""

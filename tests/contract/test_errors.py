@@ -95,11 +95,13 @@ def test_rank(case: OpCase, name: str, device: torch.device) -> None:
 def test_every_axis(case: OpCase, name: str, device: torch.device) -> None:
     problem = draw(case, device, T=5)
     x = named(problem)[name]
+    has_hint = x.dim() > 2 and " or" not in shape_of(name, x)
     for dim, axis in enumerate({**case.inputs, **case.gates, **case.states}[name]):
         if axis in introduced(case)[name]:
             continue
+        hint = f": {next(iter(case.inputs))} has 5 tokens" if axis == "T" and has_hint else ""
         for wrong in (x.narrow(dim, 0, 1), x.repeat_interleave(2, dim)):
-            message = f"{name} must have shape {shape_of(name, x)}, got {tuple(wrong.shape)}"
+            message = f"{name} must have shape {shape_of(name, x)}, got {tuple(wrong.shape)}{hint}"
             refused(problem, ValueError, message, **{name: wrong})
 
 
@@ -309,7 +311,7 @@ def test_unknown_keywords(case: OpCase, device: torch.device) -> None:
 
 
 def test_other_layouts() -> None:
-    """Shapes that would be right head-first, in the peer's layout of a state or in a layer's state are told so."""
+    """Shapes that are right head-first, beside another `q`, in the peer's layout or in a layer's state are told so."""
     (q, k), v, g = torch.randn(2, 2, 9, 3, 4), torch.randn(2, 9, 3, 5), -torch.rand(2, 9, 3)
     first = [x.transpose(1, 2) for x in (q, k, v)]
     state = torch.zeros(2, 3, 4, 5)
@@ -318,6 +320,7 @@ def test_other_layouts() -> None:
     for arguments, error, end in (
         ((*first, g), ValueError, head_first),
         ((q, k, first[2], g), ValueError, head_first),
+        ((q[:, :5], k, v, g), ValueError, "must have shape (2, 5, 3, 4), got (2, 9, 3, 4): q has 5 tokens"),
         ((*first, g.mT, None, None, state), ValueError, "is q head-first? It must be [B, T, H, ...]"),
         ((q, k, v, g, None, None, state.mT), ValueError, "states are [N, H, K, V], so give initial_state.mT"),
         ((q, k, v, g, None, None, layer), TypeError, "of the state of a layer, give .recurrent"),

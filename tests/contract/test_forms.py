@@ -24,7 +24,7 @@ def forms(case: OpCase, reverse: bool = False) -> list[OpCase]:
 GATES = [
     (case, gates)
     for case in TWO_FORMS
-    for gates in ("mild", "mixed", "rare", -1e-6)[: 4 if case.gates else 1]
+    for gates in ("weak", "mixed", "rare", -1e-6)[: 4 if case.gates else 1]
 ]
 
 

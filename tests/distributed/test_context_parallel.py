@@ -75,7 +75,7 @@ def of_a_rank(problem: Problem, mesh: DeviceMesh) -> Results:
 def functions(mesh: DeviceMesh, cases: Sequence[Any]) -> None:
     """Rows, and packed sequences of which some are empty, some end where ranks do, and gates are at times -inf."""
     for case in cases:
-        for lengths, tail, gates in ((None, 0, "mild"), ([0, 20, 11, 0, 36], 3, "rare")):
+        for lengths, tail, gates in ((None, 0, "weak"), ([0, 20, 11, 0, 36], 3, "rare")):
             sizes = {"K": 4, "V": 6, "M": 5}
             problem = draw(
                 case, torch.device("cpu"), torch.float64, lengths=lengths, tail=tail, gates=gates, **sizes

@@ -304,7 +304,7 @@ def join_sharded_layers(mesh: DeviceMesh) -> None:
 
 
 def shard_rows_of_joined_layers(mesh: DeviceMesh) -> None:
-    """What queries and gates alone need of the joint product has no gradient from the state."""
+    """What queries and gates alone need of the fused product has no gradient from the state."""
     from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
     torch.manual_seed(0)

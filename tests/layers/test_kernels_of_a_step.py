@@ -114,7 +114,7 @@ def test_kernels_of_a_step(name: str, options: dict[str, Any], monkeypatch: pyte
     assert not [x for x in nodes if "conv" in x and "convert" not in x]
 
 
-# Queries, keys and values that come from the joint projection, or its convolution, as they are.
+# Queries, keys and values that come from the fused projection, or its convolution, as they are.
 JOINED = [(name, {}) for name in ("GatedLinearAttention", "HGRN2Attention", "LightNetAttention")]
 JOINED += [(name, {}) for name in ("MultiScaleRetention", "Mamba2", "Mamba3")]
 JOINED += [("SimpleGatedLinearAttention", {"use_short_conv": False})]

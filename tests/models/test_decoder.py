@@ -119,7 +119,7 @@ def test_generate(device: torch.device) -> None:
         model.generate(ids[:1], 3, decoder=decoder)
 
 
-def test_joint_projections(device: torch.device) -> None:
+def test_fused_projections(device: torch.device) -> None:
     model = model_of("GatedDeltaNet", device)
     tokens, state = started(model, device)
     expected, _ = model(tokens, state)

@@ -30,7 +30,7 @@ def recurrent_form(
 ) -> tuple[Form, bool]:
     """The recurrent form of an op, and whether to return its states.
 
-    With `output_states` it is the form that returns that many states, `stride` tokens of the op apart.
+    With `output_states`, the form returns that number of states, one after every `stride` tokens of the op.
     """
     require.flags(output_final_state=output_final_state)
     if sharing() is not None:

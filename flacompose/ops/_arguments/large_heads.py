@@ -25,9 +25,9 @@ def by_values(
     """`op` from `initial_state` on, for ``v [B, T, H, V]`` of any ``V``.
 
     Each value has its own column of the state ``[N, H, K, V]``, and columns are independent. So each call takes
-    some of the columns, and the results are concatenated. Every call repeats the computations of queries, keys
-    and gates alone. A second state ``[N, H, K]``, of a denominator, is the same in all calls. The returned
-    states may be several, ``[N, n, H, K, V]``.
+    some of the columns, and the results are concatenated. Every call repeats the computations that do not depend
+    on values. A second state ``[N, H, K]``, of a denominator, is the same in all calls. The returned states may
+    be several, ``[N, n, H, K, V]``.
     """
     if fits(v):
         return op(q, k, v, *args, initial_state=initial_state, **options)

@@ -115,9 +115,11 @@ def _layout(q: Tensor, name: str, x: Tensor, shape: Sequence[int], q_name: str) 
             return f": it has as many heads as {q_name} has tokens; is {q_name} head-first? It must be [B, T, H, ...]"
         return ""
     T = q.shape[1]
-    if not violated(shape[1] == T) and violated(x.shape[1] == T) and not violated(x.shape[2] == T):
-        return f": head-first, or {q_name} is; all tensors of tokens are [B, T, H, ...]"
-    return ""
+    if violated(shape[1] == T) or not violated(x.shape[1] == T):
+        return ""
+    if violated(x.shape[2] == T):
+        return f": {q_name} has {T} tokens"
+    return f": head-first, or {q_name} is; all tensors of tokens are [B, T, H, ...]"
 
 
 def _of_a_layer(x: object) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from contextvars import Context
+from functools import partial
 from itertools import chain
 from threading import RLock
 from typing import Any
@@ -102,7 +103,7 @@ class compile_ahead:
         kernels = []
 
         def compile_only(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
-            compiled = kernel.warmup(*args, grid=grid, **kwargs)
+            compiled = _persistent(partial(kernel.warmup, *args, grid=grid, **kwargs))
             if compiled is not None:
                 kernels.append(compiled)
 

@@ -1,7 +1,7 @@
 """`flacompose.checked`: a context in which the values of the inputs of every op are checked, on any device.
 
-`_call.check`, and a few public functions that check their arguments themselves, pass the inputs on as the
-user gave them.
+`_arguments/call.py` passes the inputs on as the user gave them, and so do a few public functions that check their
+arguments themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flacompose._errors import ValueError
 from flacompose._torch import FakeTensor, report_from_trace
 from flacompose.ops._tensors.packed import check_bounds
 
-# An axis of heads that is at least this long, and longer than that of tokens, looks like one of tokens.
+# An axis of heads looks like an axis of tokens if it is at least this long, and longer than the axis of tokens.
 MANY_HEADS = 64
 
 # PyTorch has one stance per process: the first context of all threads sets it, and the last one resets it.
@@ -32,22 +32,22 @@ class checked:
     """A context in which every op of this library first checks the values of its inputs, to find what is wrong.
 
     It is for debugging, in eager mode, on any device: it reads values, so that every call waits for the GPU. Functions
-    of `torch.compile` run uncompiled within it, so that the ops in them are checked too. Checked are all ops of
-    `flacompose.ops`, wherever they are called, by any thread: in layers, in models, in models of transformers. An
-    exported program or a package of AOTInductor has operators only, and is not checked.
+    of `torch.compile` run uncompiled within it, so that the ops in them are checked too. It checks every call of
+    `flacompose.ops`, by any thread: in layers, in models, in models of transformers. An exported program or a package
+    of AOTInductor has operators only, and is not checked.
 
         with flacompose.checked():
             loss = model(input_ids, labels=labels).loss
 
     Raises, from a call within it:
         ValueError: If bounds of packed sequences do not ascend from 0 to at most ``T``; if the logarithm of a decay is
-            above 0; or if an input is not finite, except
-            those that may be -inf, such as a gate that resets the state. Tokens past the last bound are not checked.
-            The error names the op, the layer that called it, the argument, the value and where it is first.
+            above 0; or if an input is not finite, unless it may be -inf, as a gate that resets the state. Tokens past
+            the last bound are not checked. The error names the op, the layer that called it, the argument, the value
+            and where it is first.
 
     Warns, from a call within it:
-        UserWarning: If there are fewer tokens than heads, more than one and 64 or more of these, as where tensors
-            ``[B, H, T, ...]`` are given for ``[B, T, H, ...]``.
+        UserWarning: If there are two tokens or more, 64 heads or more, and fewer tokens than heads, as if tensors
+            ``[B, H, T, ...]`` were given for ``[B, T, H, ...]``.
     """
 
     def __enter__(self) -> None:

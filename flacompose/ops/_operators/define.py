@@ -1,6 +1,6 @@
 """Registration of operators, one node for every part of PyTorch, from a schema and functions in PyTorch.
 
-This is the only file that uses ``torch.library``. `_derivatives` and `_sharding` say how an operator is
+This is the only file that uses ``torch.library``. `derivatives` and `sharding` say how an operator is
 differentiated, mapped, cast and distributed.
 """
 

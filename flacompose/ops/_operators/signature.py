@@ -85,9 +85,9 @@ def _fields(named_tuple: type[Any]) -> list[_Field]:
     return fields
 
 
-# The requirements for a tensor of a call: its name; whether it may be absent; its axes; those of its axes
-# that no earlier argument has; and whether autocast casts it (without autocast, its dtype must be that of the
-# first argument). It is a plain tuple, since Dynamo of PyTorch 2.11 cannot unpack a constant named tuple.
+# The requirements for a tensor of a call: its name; whether it may be absent; its axes; the axes that no earlier
+# argument has; and whether autocast casts it. If it does, the dtype without autocast must be that of the first
+# argument. It is a plain tuple, since Dynamo of PyTorch 2.11 cannot unpack a constant named tuple.
 Argument = tuple[str, bool, tuple[str, ...], tuple[str, ...], bool]
 
 
@@ -140,7 +140,7 @@ class Signature(Generic[AnyInputs]):
         expected = self.differentiable + [x.name for x in arguments if x.constant is not None]
         expected += ["cu_seqlens"] * ("cu_seqlens" in inputs._fields)
         assert first == expected, f"inputs begin with their tensors, cu_seqlens last: {expected}, not {first}"
-        # `primal_of` would mistake a gradient of this name for the argument.
+        # `primal_of` would mistake a gradient with the name of an argument for that argument.
         assert not {*map(gradient_name, self.differentiable)} & {*inputs._fields}
 
     def with_results(self, *numbers: str, **results: Any) -> Signature[AnyInputs]:

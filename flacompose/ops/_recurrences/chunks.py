@@ -13,7 +13,7 @@ from flacompose.ops._tensors.dtype import state_dtype
 from flacompose.ops._tensors.packed import ChunkTable, chunk_table, sequence_count
 
 CHUNK = 64  # tokens of a chunk, at most; a power of two
-SEGMENT = 1 << 18  # elements of the largest tensor of a cache block
+CACHE_BLOCK = 1 << 18  # elements of the largest tensor of a cache block
 
 
 class Chunks:
@@ -37,18 +37,18 @@ class Chunks:
         packed = self.table is not None and not self.one_each
         self.at = range(len(self.token) if packed else -(-self.T // self.size))
 
-    def segments(self, elements: int) -> list[Chunks]:
+    def cache_blocks(self, elements: int) -> list[Chunks]:
         """These chunks in cache blocks; the largest tensor has `elements` for each chunk.
 
         The blocks are computed one after the other, so their tensors reuse the same memory, which stays in
         the cache.
         """
-        length, segments = max(1, SEGMENT // max(1, elements)), []
+        length, blocks = max(1, CACHE_BLOCK // max(1, elements)), []
         for begin in self.at[::length]:
-            segment = copy(self)
-            segment.at = self.at[begin : begin + length]
-            segments.append(segment)
-        return segments
+            block = copy(self)
+            block.at = self.at[begin : begin + length]
+            blocks.append(block)
+        return blocks
 
     def split(self, x: Tensor) -> Tensor:
         first, last = self.at.start, self.at.stop
@@ -65,12 +65,12 @@ class Chunks:
             x = F.pad(x, (0, 0, 0, padding))
         return x.unflatten(2, (-1, self.size))
 
-    def join(self, *segments: Tensor) -> Tensor:
+    def join(self, *blocks: Tensor) -> Tensor:
         """``[B, T, H, ...]`` from the chunks of all tokens, given whole or by cache blocks."""
         if self.table is not None:
-            x = self.tokens(torch.cat(segments, 2)).transpose(1, 2)
+            x = self.tokens(torch.cat(blocks, 2)).transpose(1, 2)
             return x.clone(memory_format=torch.contiguous_format)
-        tokens = [x.flatten(2, 3).transpose(1, 2) for x in segments]
+        tokens = [x.flatten(2, 3).transpose(1, 2) for x in blocks]
         tokens[-1] = tokens[-1][:, : self.T - sum(x.shape[1] for x in tokens[:-1])]
         x = torch.cat(tokens, 1)
         # `contiguous` keeps any stride of an axis of size 1, such as that of a single token; `clone` does

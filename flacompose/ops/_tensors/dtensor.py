@@ -64,9 +64,9 @@ def with_dense_gradient(x: Tensor) -> Tensor:
 def split(x: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
     """``x.split(sizes, dim)``, also if some parts of a DTensor get no gradient.
 
-    PyTorch concatenates their gradients, with plain zeros for an absent one, which it does not concatenate
-    with DTensors. So each part of a DTensor is a slice of its own, although its gradient is then padded with
-    zeros to the size of `x`.
+    PyTorch would concatenate the parts' gradients with plain zeros for an absent one, and cannot concatenate
+    these with DTensors. So each part of a DTensor is a slice of its own, although its gradient is then padded
+    with zeros to the size of `x`.
     """
     if not hasattr(x, "device_mesh"):
         return x.split(sizes, dim)
@@ -111,7 +111,7 @@ def by_channels(function: Callable[..., Sequence[Tensor]], x: Any, *others: Any)
     """``function(x, *others)``; if `x` is a DTensor, computed by each rank for its own channels.
 
     The channels are the axes from the third on, of `x` and of all tensors with as many axes, results
-    included. Other arguments have none, and are None or whole on every rank.
+    included. Other arguments have no channels, and are None or whole on every rank.
     """
     from torch.distributed.tensor import DTensor
 
@@ -154,7 +154,7 @@ def by_shard(
 ) -> list[Tensor]:
     """``function(s, z, cu_seqlens, output_states)``, computed by each rank for its own rows and heads.
 
-    It is for functions with operations that DTensor lacks, and whose rows and heads are independent. ``s [B,
+    It is for functions of independent rows and heads, with operations that DTensor lacks. ``s [B,
     T, H, ...]`` is a DTensor, and so are ``z [N, H, ...]`` and ``cu_seqlens`` unless they are absent. The
     first two results are like `s`, the third like `z` or, with `output_states`, like `s` with that many
     tokens.

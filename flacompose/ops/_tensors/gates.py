@@ -43,7 +43,7 @@ def time_step(
         dt = F.softplus(dt)
     if limit is None or (softplus and tuple(limit) == (0.0, inf)):  # a softplus is at least 0
         return dt
-    # PyTorch 2.14 gives `clamp` no gradient at its bounds, where earlier versions do, and the kernels.
+    # At its bounds, PyTorch 2.14 gives `clamp` no gradient. Earlier versions and the kernels give one.
     least, most = limit
     outside = dt < least if most == inf else (dt < least) | (dt > most)
     return torch.where(outside, dt.detach().clamp(least, most), dt)
@@ -52,8 +52,8 @@ def time_step(
 def decays_to_zero(A: Tensor) -> Tensor:
     """Where a rate is so low that every time step above 1e-29 decays the state to zero.
 
-    Such a rate passes no gradient to time steps. Only a step near 0 would have one, which could overflow, and
-    become NaN times the 0 of a mask or of a softplus that underflows.
+    Such a rate passes no gradient to time steps. Only a step near 0 would have one. It could overflow, and would
+    be NaN after the product with 0 that a mask or a softplus that underflows takes.
     """
     return A < (-1e300 if A.dtype == torch.float64 else -1e31)
 

@@ -57,8 +57,8 @@ def inside(cu_seqlens: Tensor, T: int) -> Tensor:
 def without_tail(cu_seqlens: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Each ``x [1, T, ...]`` with zeros for the tokens in no sequence; unchanged without `cu_seqlens`.
 
-    It is for PyTorch code in front of an op. Such a token may hold any numbers, and its gradient is 0 times
-    these: NaN if they are not finite, and the gradient of a parameter would sum that with all others.
+    It is for PyTorch code in front of an op. Such a token may hold any numbers, and if they are not finite, 0
+    times these is NaN. The gradient of a parameter, a sum over all tokens, would then be NaN.
     """
     if cu_seqlens is None:
         return tensors

@@ -139,10 +139,10 @@ def is_idle(segment, SEGMENTS, ends, STORES: tl.constexpr):
 
 @triton.jit
 def chunks_of_segment(n, segment, SEGMENTS, T, cu_seqlens, C: tl.constexpr, FROM_LAST: tl.constexpr = False):
-    """The first token of sequence `n`, its end, the row of its first chunk, its number of chunks, and a segment's.
+    """Sequence `n`: its first token, its end, its first chunk's row and its number of chunks; and a segment's chunks.
 
-    The last two are the first chunk of the segment and the one after its last, counted from the first of the
-    sequence. Segments are counted from the first in time, or `FROM_LAST`.
+    These are the first chunk of the segment and the one after its last, counted from the sequence's first.
+    Segments are counted from the first in time, or `FROM_LAST`.
     """
     start, end, row = find_sequence(n, T, cu_seqlens, C)
     segment = SEGMENTS - 1 - segment if FROM_LAST else segment
@@ -235,13 +235,13 @@ def dot_split(a, b, DOT: tl.constexpr, acc=None):
 
 @triton.jit
 def fine_dot(a, b, DOT: tl.constexpr, acc=None):
-    """``acc + a @ b`` for float32 factors in two parts: errors of few pairs do not average out."""
+    """``acc + a @ b`` for float32 factors, both in two parts: errors of few pairs do not average out."""
     return dot_of_parts(a, in_parts(b, DOT), DOT, acc)
 
 
 @triton.jit
 def in_parts(x, DOT: tl.constexpr):
-    """The right factor of `dot_of_parts`, which stays in shared memory rather than in registers."""
+    """Float32 `x` as a factor of `dot_of_parts`. A right factor stays in shared memory, not in registers."""
     if DOT == tl.float32:
         parts = x, x
     else:
@@ -299,7 +299,7 @@ def softplus(x):
 def state_number(left, count, stride):
     """The number of the stored state after a token that `left` tokens follow; -1 if there is none.
 
-    The last is the state after the last token. Each of the others is `stride` tokens before the next.
+    The last stored state follows the last token. Each of the others is `stride` tokens before the next.
     """
     number = count - 1 - left // stride
     return tl.where(left % stride == 0, tl.maximum(number, -1), -1)
@@ -330,13 +330,13 @@ class TokenStates(NamedTuple):
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "HG", "scale"])
 def matrix_token_kernel(
-    # One kernel computes all recurrences with a matrix state, because one token of each takes a few lines.
+    # One kernel computes all recurrences with a matrix state, because a token of each takes only a few lines.
     vectors,  # `TokenVectors`
     gates,  # `TokenGates`
     states,  # `TokenStates`
     beta,  # [tokens, HV], the strength of writes; with the delta rule, the replaced part of the value
     u,  # [H, K]
-    a,  # [tokens, H, K], reads the value that `b` writes or the delta rule replaces; `k` if None
+    a,  # [tokens, H, K], reads the state for `b` or for the delta rule; `k` if None
     b,  # [tokens, H, K], writes the read of `a`
     o,  # [tokens, HV, V]
     cu_seqlens,

@@ -14,10 +14,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flacompose.ops._tiles import blocks
 
 tile_of_program = gluon.jit(blocks.tile_of_program.fn)
-# Functions with other names in Triton 3.6, or in all versions before 3.9.
+# These functions have other names in Triton 3.6, or in all versions before 3.9.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-newest = hasattr(async_copy, "async_load")
-async_load = async_copy.async_load if newest else async_copy.async_copy_global_to_shared
+has_load = hasattr(async_copy, "async_load")
+async_load = async_copy.async_load if has_load else async_copy.async_copy_global_to_shared
 memory = gl.shared_memory_descriptor
 # Since Triton 3.8 the result must be as large as the reinterpreted memory. Where less is needed, callers take
 # the first of several.

@@ -27,7 +27,7 @@ from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 from flacompose.ops._launch import build, operands, row_split, warm_up  # noqa: E402
-from flacompose.ops._launch.launch import launching_by  # noqa: E402
+from flacompose.ops._launch.launch import launch, launching_by  # noqa: E402
 from flacompose.ops._recurrences.elementwise.scan import cuda as scan  # noqa: E402
 from flacompose.ops._recurrences.elementwise.stabilizer import cuda as stabilizer  # noqa: E402
 from flacompose.ops._recurrences.forms import on_cuda  # noqa: E402
@@ -370,6 +370,25 @@ def test_parsing_that_fails_among_threads_is_tried_again(failures: int, called: 
         else:  # something else is wrong
             with pytest.raises(RuntimeError if called else SystemError):
                 future.result()
+
+
+def test_parsing_that_fails_beside_threads_is_tried_again() -> None:
+    """In the thread that launches, which reads a kernel while others compile those before."""
+    results = iter([SystemError("AST constructor recursion depth mismatch"), "kernel"])
+
+    class Kernel:
+        def warmup(self, x: Tensor, grid: tuple[int]) -> str:
+            if isinstance(result := next(results), SystemError):
+                raise result
+            return result
+
+    def implementation(x: Tensor) -> Tensor:
+        launch(Kernel(), (1,), x)
+        return x
+
+    with warm_up._compiling_in_threads() as mode:
+        kernels, _ = warm_up.compile_ahead(implementation, 1).start(mode, (torch.ones(2),))
+    assert kernels == ["kernel"]
 
 
 def test_one_thread_loads() -> None:

@@ -52,7 +52,8 @@ def test_log_norm_bounds_what_a_chunk_multiplies_a_state_by(monkeypatch: pytest.
     floats = {x: getattr(inputs, x).float() for x in ("q", "k", "v", "g", "beta")}
     given = inputs._replace(**floats)
     x = operands(given, 32)
-    passing = launch_factors.factors(x, plan.plan_of(x, "ends"), launch_factors.gates(x, given.g))
+    gates = launch_factors.compute_gates(x, given.g)
+    passing = launch_factors.compute_factors(x, plan.plan_of(x, "ends"), gates)
     log_norm = passing.decays.log_norm
     _, matrix = torch.ops.flacompose.matrix_recurrence_matrix_ends(*inputs)
     norm = torch.linalg.matrix_norm(matrix, 2).log2()

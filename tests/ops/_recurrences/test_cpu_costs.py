@@ -93,7 +93,7 @@ class Counted(TorchDispatchMode):
     ],
 )
 def test_what_no_gradient_asks_for_is_not_computed(recurrence: str, operation: object, count: int) -> None:
-    """The gradient of the initial state alone takes one sweep over the chunks, and nothing within them."""
+    """The gradient of the initial state alone takes one pass over the chunks, and nothing within them."""
     eager, inputs = part(recurrence, "eager"), part(recurrence, "inputs")
     q, k, v, do = torch.randn(4, 1, 128, 2, 8)
     if recurrence == "scan":

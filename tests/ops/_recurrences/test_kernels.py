@@ -84,7 +84,7 @@ def test_dense(case: OpCase, T: int) -> None:
     check(draw(case, CPU, B=1, H=2, T=T, K=5, V=17))
 
 
-@pytest.mark.parametrize("gates", ["mild", "mixed"])
+@pytest.mark.parametrize("gates", ["weak", "mixed"])
 @pytest.mark.parametrize(("name", "K", "V"), [("chunk_kda", 80, 17), ("chunk_simple_gla-g", 5, 200)])
 def test_tables_of_a_small_chip(name: str, K: int, V: int, gates: str) -> None:
     with tables_of(ADA):
@@ -146,7 +146,7 @@ def test_strong_gates_on_both_axes_beside_a_bonus(T: int) -> None:
 
 @pytest.mark.parametrize(
     ("axes", "gates"),
-    [((), "mild"), *[((axis,), gates) for axis in ("gk", "gv") for gates in ("mild", "mixed")]],
+    [((), "weak"), *[((axis,), gates) for axis in ("gk", "gv") for gates in ("weak", "mixed")]],
     ids=str,
 )
 @pytest.mark.parametrize(("H", "lengths"), [(2, None), (1, [3, 0, 70, 65])], ids=["dense", "packed"])
@@ -155,7 +155,7 @@ def test_bonus_beside_any_gates(H: int, lengths: list[int] | None, axes: tuple[s
     check(draw(case, CPU, H=H, T=66, K=33, V=18, lengths=lengths, tail=2, gates=gates))
 
 
-@pytest.mark.parametrize("gates", ["mild", "mixed"])
+@pytest.mark.parametrize("gates", ["weak", "mixed"])
 def test_gates_on_both_axes_in_chunks(gates: str) -> None:
     """What is read from the state along the value axis, which is one tile, is decayed along the key axis too."""
     check(draw(GATES_ON_BOTH_AXES, CPU, B=1, H=2, T=66, gates=gates))
@@ -176,6 +176,21 @@ def test_a_strong_gate_that_no_read_meets() -> None:
     problem = draw(NAMED["chunk_rwkv6"], CPU, B=1, H=1, T=64, gates=0.0)
     problem.tensors["w"][:, 63] = float("-inf")
     check(problem)
+
+
+@triton.jit
+def _multiply(x, n):
+    i = tl.arange(0, 4)
+    tl.store(x + i, i * n)
+
+
+def test_overflow_is_seen() -> None:
+    """The tests' interpreter checks integers in a way of its own."""
+    x = torch.zeros(4, dtype=torch.int64)
+    _multiply[(1,)](x, 2**29)
+    assert x.tolist() == [0, 2**29, 2**30, 3 * 2**29]
+    with pytest.raises(triton.runtime.errors.InterpreterError, match="int overflow"):
+        _multiply[(1,)](x, 2**30)
 
 
 @triton.jit
@@ -235,7 +250,7 @@ LARGE = [
 @every([NAMED[name] for name in LARGE])
 @pytest.mark.parametrize("sizes", [(300, 20), (20, 300)], ids=str)
 def test_large_heads(case: OpCase, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two segments, so that the sweeps that find their ends have large states as well."""
+    """In two segments, so that the passes that compute their ends have large states as well."""
     monkeypatch.setattr(sequences, "segment_count", lambda *_: 2)
     K, V = sizes
     check(draw(case, CPU, B=1, H=1, T=68, K=K, V=V, M=max(K, V)))
@@ -264,12 +279,12 @@ def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("lengths", "segments", "gates", "groups"),
     [
-        (None, 1, "mild", 1),
+        (None, 1, "weak", 1),
         (None, 3, "mixed", 2),
         ([3, 150, 0, 33], 1, "mixed", 1),
-        ([3, 150, 0, 33], 3, "mild", 2),
+        ([3, 150, 0, 33], 3, "weak", 2),
     ],
-    ids=["dense-1-mild", "dense-3-mixed-shared", "packed-1-mixed", "packed-3-mild-shared"],
+    ids=["dense-1-weak", "dense-3-mixed-shared", "packed-1-mixed", "packed-3-weak-shared"],
 )
 @pytest.mark.usefixtures("two_blocks")
 def test_chunks_of_several_blocks(
@@ -280,9 +295,9 @@ def test_chunks_of_several_blocks(
     groups: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As in bfloat16, where a state is stored for every second block of 64 tokens, and sweeps go 32 at a time.
+    """As in bfloat16, where a state is stored for every second block of 64 tokens, and a step of state passing has 32.
 
-    Mild gates let pairs of tokens of two blocks through, which heads that share keys add up.
+    Weak gates leave pairs of tokens of two blocks, which heads that share keys add up.
     """
     monkeypatch.setattr(sequences, "segment_count", lambda *_: segments)
     case = replace(case, groups=groups)
@@ -360,7 +375,7 @@ def test_segments_with_little_replaced(
     check(problem.with_tensors(beta=0.05 * problem.tensors["beta"]))
 
 
-@pytest.fixture(params=["maps", "restarts"])
+@pytest.fixture(params=["transitions", "warm_starts"])
 def joined(request: pytest.FixtureRequest) -> str:
     """How segments come by the state before them."""
     how: str = request.param
@@ -368,42 +383,42 @@ def joined(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def forgetful(joined: str, monkeypatch: pytest.MonkeyPatch) -> Problem:
-    """Three segments of four chunks, and four heads: two gates of -80 forget a state, and one does not.
+def decaying(joined: str, monkeypatch: pytest.MonkeyPatch) -> Problem:
+    """Three segments of four chunks, and four heads: two gates of -80 decay a state to zero, and one does not.
 
-    There is one amid all chunks of the first head, none of the second, the last two of each segment in the third, and
-    the first two in the fourth. Segments are joined by their maps, or sweeps restart where all heads forget a state:
-    then the second head has two in the middle segment.
+    Such a gate is in the middle of every chunk of the first head, of no chunk of the second, of each segment's last two
+    in the third, and of its first two in the fourth. Segments are joined by their transitions, or start warm where the
+    states of all heads decay to zero: then the second head has two such gates in the middle segment.
     """
-    maps = joined == "maps"
-    monkeypatch.setattr(sequences, "segment_count", lambda *_: 3 if maps else 1)
+    by_transitions = joined == "transitions"
+    monkeypatch.setattr(sequences, "segment_count", lambda *_: 3 if by_transitions else 1)
     monkeypatch.setattr(plan, "warm_start_count", lambda *_: 3)
     problem = draw(NAMED["chunk_gated_delta_rule"], CPU, B=1, H=2, T=12 * 32, K=6, V=5, gates=-0.02)
     problem.tensors["beta"].mul_(0.02)  # else keys replace what gates leave
-    amid = problem.tensors["g"].unflatten(1, (3, 4, 32))[:, :, :, 16]
-    amid[..., 0] = amid[:, :, 2:, 2] = amid[:, :, :2, 3] = -80.0
-    if not maps:
-        amid[:, 1, 1:3, 1] = -80.0
+    middle = problem.tensors["g"].unflatten(1, (3, 4, 32))[:, :, :, 16]
+    middle[..., 0] = middle[:, :, 2:, 2] = middle[:, :, :2, 3] = -80.0
+    if not by_transitions:
+        middle[:, 1, 1:3, 1] = -80.0
     return problem
 
 
-def test_segments_that_forget(forgetful: Problem) -> None:
-    """What they are begun with is passed over where it is forgotten, head by head and in either direction."""
-    check(forgetful)
+def test_states_that_decay_to_zero(decaying: Problem) -> None:
+    """Chunks are left out in which the initial state decays to zero, by head and in either direction."""
+    check(decaying)
 
 
 @pytest.mark.parametrize("lengths", [None, [3, 150, 0, 100, 131]], ids=["dense", "packed"])
 @pytest.mark.parametrize(("gates", "asked"), [("mixed", 16), (-3.0, 16), (-3.0, 1), (-8.0, 1), (-1e-3, 16)])
-def test_sweeps_that_restart(
+def test_warm_starts(
     lengths: list[int] | None, gates: str | float, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In four segments, of which some have no tokens, and of which one chunk or all are asked whether they forget."""
-    monkeypatch.setattr(delta_rule_kernels, "ASKED", tl.constexpr(asked))
+    """Four segments, some without tokens; one chunk of each, or all, are examined for a decay to zero."""
+    monkeypatch.setattr(delta_rule_kernels, "CHUNKS_EXAMINED", tl.constexpr(asked))
     monkeypatch.setattr(plan, "warm_start_count", lambda *_: 4)
     check(draw(NAMED["chunk_gated_delta_rule"], CPU, B=2, H=1, T=384, K=6, V=5, lengths=lengths, gates=gates))
 
 
-def test_restarts_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_starts_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their number depends on the batch size, on which the results of a row must not depend."""
     problem = draw(NAMED["chunk_gated_delta_rule"], CPU, B=1, H=2, T=384, K=6, V=5, gates=-2.0)
     problem.tensors["g"][..., 0] /= 100
@@ -412,14 +427,14 @@ def test_restarts_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(plan, "warm_start_count", lambda *_: count)
         return evaluate(problem, "both", launched)
 
-    once, restarted = results(1), results(4)
-    assert all(torch.equal(x, restarted[name]) for name, x in once.items())
+    once, warm = results(1), results(4)
+    assert all(torch.equal(x, warm[name]) for name, x in once.items())
 
 
-def test_last_chunks_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If only a segment's last chunk is asked, no sweep restarts behind one whose first chunk alone forgets."""
+def test_last_chunks_are_examined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If only a segment's last chunk is examined, its first chunk alone cannot give the next one a warm start."""
     monkeypatch.setattr(plan, "warm_start_count", lambda *_: 3)
-    monkeypatch.setattr(delta_rule_kernels, "ASKED", tl.constexpr(1))
+    monkeypatch.setattr(delta_rule_kernels, "CHUNKS_EXAMINED", tl.constexpr(1))
     problem = draw(NAMED["chunk_gated_delta_rule"], CPU, B=1, H=1, T=12 * 32, K=6, V=5, gates=-0.02)
     problem.tensors["g"].unflatten(1, (3, 4, 32))[:, :, 0] = -8.0
     problem.tensors["initial_state"][:] = torch.nan
@@ -438,7 +453,7 @@ def test_gate_that_is_nan_reaches_the_next_segment(monkeypatch: pytest.MonkeyPat
 @every([NAMED[name] for name in ("chunk_gated_delta_rule", "chunk_comba", "chunk_kda", "chunk_rwkv7")])
 @pytest.mark.parametrize("segments", [1, 3])
 def test_both_directions_at_once(case: OpCase, segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit what the sweeps reach one after the other, as their number of programs depends on the batch size."""
+    """The bits are those of one pass after the other: which is launched depends on the batch size."""
     monkeypatch.setattr(sequences, "segment_count", lambda *_: segments)
     problem = draw(case, CPU, B=1, H=1, T=150, K=16, V=16, gates=-0.3)
     at_once = evaluate(problem, "both", launched)
@@ -446,15 +461,15 @@ def test_both_directions_at_once(case: OpCase, segments: int, monkeypatch: pytes
     assert_equal(evaluate(problem, "both", launched), at_once)
 
 
-def test_what_is_forgotten_is_not_swept(forgetful: Problem, joined: str) -> None:
+def test_nan_in_a_state_that_decays_to_zero(decaying: Problem, joined: str) -> None:
     """A NaN at the row's start, and one that arrives at its end, stay in their segments where all gates are strong.
 
-    Where sweeps restart, they also reach the segment beside it, because the second head forgets only in the middle one.
+    With warm starts, it also reaches the segment beside, since the second head's state decays only in the middle one.
     """
-    reach = 128 if joined == "maps" else 256
-    v, do = forgetful.tensors["v"].clone(), forgetful.do.clone()
+    reach = 128 if joined == "transitions" else 256
+    v, do = decaying.tensors["v"].clone(), decaying.do.clone()
     v[:, 0, 0] = do[:, -1, 0] = torch.nan
-    results = evaluate(replace(forgetful.with_tensors(v=v), do=do), "both", launched)
+    results = evaluate(replace(decaying.with_tensors(v=v), do=do), "both", launched)
     o, dv = results["o"][..., 0, :], results["dv"][..., 0, :]
     assert o[:, :reach].isnan().any(-1).all() and o[:, reach:].isfinite().all()
     assert dv[:, -reach:].isnan().any(-1).all() and dv[:, :-reach].isfinite().all()
@@ -489,7 +504,7 @@ def test_gradients_from_stored_pairs(case: OpCase, loss: str, monkeypatch: pytes
     check(draw(case, CPU, B=1, H=1, T=70, K=20, V=37, gates="mixed"), loss)
 
 
-@pytest.mark.parametrize("gates", ["mild", "mixed", -30.0])
+@pytest.mark.parametrize("gates", ["weak", "mixed", -30.0])
 @pytest.mark.parametrize("lengths", [None, [3, 0, 70, 65]], ids=["dense", "packed"])
 @pytest.mark.parametrize("stored", [False, True], ids=["at once", "from stored pairs"])
 def test_key_that_reads_before_the_decay(

@@ -363,7 +363,7 @@ def test_gluon_on_hopper(
         ("channels", False),
     ],
 )
-def test_gluon_sweeps_forwards(change: str, taken: bool) -> None:
+def test_gluon_passes_states_forwards(change: str, taken: bool) -> None:
     """With the inverses of chunks alone, where the key reads what is replaced, after a decay of the whole head."""
     T, V = 64 * 260 if change == "long" else 5, 80 if change == "V=80" else 128
     dtype = torch.float16 if change == "float16" else torch.bfloat16
@@ -386,10 +386,10 @@ def test_gluon_sweeps_forwards(change: str, taken: bool) -> None:
     kernels = {kernel for kernel, _ in launches}
     assert (hopper_inverse_kernel in kernels) == (hopper_head_state_passing_kernel in kernels) == taken
     assert (delta_state_passing_kernel in kernels) != taken
-    sweeps = [x for kernel, x in launches if kernel is hopper_head_state_passing_kernel]
-    assert all(x["v_token"] % 8 == 0 and x["q_read"] is q and x["k_read"] is k for x in sweeps)
+    passes = [x for kernel, x in launches if kernel is hopper_head_state_passing_kernel]
+    assert all(x["v_token"] % 8 == 0 and x["q_read"] is q and x["k_read"] is k for x in passes)
     # Of a long row, the states that segments end at, what they do to any other, and the outputs.
-    assert [(x["IDENTITY"], x["o"] is not None) for x in sweeps] == (
+    assert [(x["IDENTITY"], x["o"] is not None) for x in passes] == (
         [(False, False), (True, False)] * (change == "long") + [(False, True)]
     ) * taken
 
@@ -423,14 +423,14 @@ def test_heads_are_added_after_states_are_free(wanted: str, sums: int) -> None:
         ("groups of four", True),
         ("groups of five", False),
         ("packed", False),
-        ("restarts", False),
+        ("warm_starts", False),
         ("float32", False),
         ("q", False),
         ("graph", False),
         ("Ampere", False),
     ],
 )
-def test_gluon_joins_sweep_and_gradients(change: str, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_backward_in_gluon(change: str, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """If its programs fill a chip nearly: 132 of them at a time, and 264 of heads of 64."""
     B = {"few": 59, "rows": 69, "64": 120, "packed": 1, "groups of four": 30, "groups of five": 24}.get(
         change, 60
@@ -443,7 +443,7 @@ def test_gluon_joins_sweep_and_gradients(change: str, taken: bool, monkeypatch: 
     v, beta = torch.zeros(B, T, HV, V, dtype=dtype), torch.zeros(B, T, HV)
     gk = beta.unsqueeze(-1).expand(B, T, HV, D) if change == "channels" else None
     cu_seqlens = torch.arange(0, 121, 2) if change == "packed" else None
-    if change == "restarts":
+    if change == "warm_starts":
         monkeypatch.setattr(plan, "warm_start_count", lambda *_: 2)
     args = q, q, v, beta, beta, gk, q if change == "a" else None, None, cu_seqlens, 1.0, change == "before"
     mask = {"values": [False, False, True], "keys": [False, True, False]}.get(change, [True] * 3)
@@ -531,8 +531,8 @@ def test_gluon_reads_by_any_vector_before_and_after_the_decay(
         (17, 64, AMPERE, False, 1),
     ],
 )
-def test_few_rows_restart(B: int, chunks: int, chip: Chip, into_graph: bool, segments: int) -> None:
-    """Sweeps of rows of 64 chunks and more restart where these leave multiprocessors idle, but in no graph.
+def test_few_rows_have_warm_starts(B: int, chunks: int, chip: Chip, into_graph: bool, segments: int) -> None:
+    """Rows of 64 chunks and more have warm starts where they leave multiprocessors idle, but in no graph.
 
     One program of a forward pass has all values of a head on Hopper, and half of them elsewhere.
     """
@@ -540,9 +540,9 @@ def test_few_rows_restart(B: int, chunks: int, chip: Chip, into_graph: bool, seg
     args = q, q, q, *gates, None, None, None, None, 1.0, False
     with tables_of(chip):
         launches, _ = launched(lambda: flat(delta_rule, "chunk")(*named(delta_rule, *args)), into_graph)
-    sweeps = [(x["SEGMENTS"], x["WARM_STARTS"]) for _, x in launches if "WARM_STARTS" in x]
+    passes = [(x["SEGMENTS"], x["WARM_STARTS"]) for _, x in launches if "WARM_STARTS" in x]
     # One launch for the ends, if there are any, and one for all tokens.
-    assert sweeps == [(segments, segments > 1)] * min(segments, 2)
+    assert passes == [(segments, segments > 1)] * min(segments, 2)
 
 
 @pytest.mark.parametrize(
@@ -587,7 +587,7 @@ def test_few_programs_pass_both_directions(
 @pytest.mark.parametrize(("K", "V"), [(128, 64), (80, 64), (64, 80)])
 @pytest.mark.parametrize("chip", [AMPERE, HOPPER], ids=["Ampere", "Hopper"])
 def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) -> None:
-    """Its kernels make the gradients where gates are mild, and where they are in blocks. Triton's makes the others."""
+    """Where gates are factorisable in a chunk or in its blocks, it makes the gradients, and Triton the others."""
 
     def new(name: str, D: int) -> Tensor:
         start = 4 if name == unaligned else 0
@@ -634,8 +634,8 @@ def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) ->
     assert [(kernel, x.get("FACTORISABLE"), x.get("IN_BLOCKS")) for kernel, x in pairs] == expected
     if chip == HOPPER and (K, V) == (128, 64) and unaligned is None:
         assert found == [*((kernel, None) for kernel in in_gluon), (delta_channel_gradient_kernel, False)]
-        mild, blocks, others = (x for _, x in gradients)
-        noted = mild["factorisable_chunks"]
+        chunks, blocks, others = (x for _, x in gradients)
+        noted = chunks["factorisable_chunks"]
         assert all(x["factorisable_chunks"] is noted for x in (blocks, *(x for _, x in pairs)))
         assert all(blocks[name] is others[name] for name in ("factorisable_tiles", "pairs", "diagonal"))
     else:
@@ -679,7 +679,7 @@ def test_gates_of_heads_beside_those_of_channels(wanted: bool) -> None:
 
 @pytest.mark.parametrize("S", [3, 40])
 @pytest.mark.parametrize("wanted", range(6))
-def test_states_are_swept_where_a_gradient_needs_them(wanted: int, S: int) -> None:
+def test_states_are_computed_where_a_gradient_needs_them(wanted: int, S: int) -> None:
     """In the selective scan, those of dt, A and C do."""
     x, A, B = torch.zeros(1, 5, 6), torch.zeros(6, S), torch.zeros(1, 5, 2, S)
     args = x, x, A, B, B, torch.zeros(1, 6, S), None, x, None, [i == wanted for i in range(6)]

@@ -3,7 +3,7 @@
 The walk takes cache blocks of a few chunks, one after the other, so that their tensors stay in the cache, and
 passes the state from chunk to chunk. The backward goes forwards over the blocks, for the states, and then
 backwards. It keeps the tensors of all blocks, which both passes need, and frees those of a block after its
-gradients. A scheme's `Segment` has the equations of one block's tokens.
+gradients. A scheme's `CacheBlock` has the equations of one block's tokens.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from torch import Tensor
 
 from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.chunks import Chunks, StatePassing
+from flacompose.ops._recurrences.matrix.cache_block import CacheBlock
 from flacompose.ops._recurrences.matrix.channel_decay.eager import ChannelDecay
 from flacompose.ops._recurrences.matrix.delta_rule.eager import DeltaRule
 from flacompose.ops._recurrences.matrix.head_decay.eager import HeadDecay
 from flacompose.ops._recurrences.matrix.inputs import NORM_EPS, SIGNATURE, Inputs, scheme
 from flacompose.ops._recurrences.matrix.low_rank.eager import LowRank
-from flacompose.ops._recurrences.matrix.segment import Segment
 from flacompose.ops._recurrences.matrix.token import token
 from flacompose.ops._tensors.dtype import upcast
 
-SCHEMES: dict[str, type[Segment]] = {
+SCHEMES: dict[str, type[CacheBlock]] = {
     "channel_decay": ChannelDecay,
     "delta_rule": DeltaRule,
     "head_decay": HeadDecay,
@@ -34,13 +34,13 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     rule = SCHEMES[scheme(inputs)]
     if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
         return token(**inputs._asdict())
-    chunks, blocks = _cut(inputs)
+    chunks, cut = _cut(inputs)
     passing = StatePassing(chunks, _start(chunks, inputs, inputs.initial_state))
     dtype = chunks.dtype if inputs.full_precision else inputs.v.dtype
     outputs = []
-    for block in blocks:
-        segment = rule(inputs, block)
-        outputs.append(segment.outputs(*segment.states(passing)).flatten(1, 2).to(dtype))
+    for piece in cut:
+        block = rule(inputs, piece)
+        outputs.append(block.outputs(*block.states(passing)).flatten(1, 2).to(dtype))
     # `end` may be a view. A caller would be compiled once for states that are views, and once for others.
     return chunks.join(*outputs), passing.end().clone()
 
@@ -48,17 +48,17 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     inputs, wants, do = call.inputs, call.wants, call.do
-    rule, (chunks, blocks) = SCHEMES[scheme(inputs)], _cut(inputs)
-    segments = [rule(inputs, block) for block in blocks]
-    states: list[tuple[Tensor, ...]] = [()] * len(segments)
+    rule, (chunks, cut) = SCHEMES[scheme(inputs)], _cut(inputs)
+    blocks = [rule(inputs, piece) for piece in cut]
+    states: list[tuple[Tensor, ...]] = [()] * len(blocks)
     if wants(*rule.of_states):
         forwards = StatePassing(chunks, _start(chunks, inputs, inputs.initial_state))
-        states = [segment.states(forwards) for segment in segments]
+        states = [block.states(forwards) for block in blocks]
     backwards = StatePassing(chunks, _start(chunks, inputs, call.arriving.final_state), reverse=True)
     parts: dict[str, list[Tensor]] = {}
-    while segments:
-        segment = segments.pop()  # so that its tensors are freed after its gradients
-        for name, dx in segment.gradients(wants, segment.split(do), states.pop(), backwards).items():
+    while blocks:
+        block = blocks.pop()  # so that its tensors are freed after its gradients
+        for name, dx in block.gradients(wants, block.split(do), states.pop(), backwards).items():
             parts.setdefault(name, []).append(dx.flatten(1, 2))
     made: Gradients = {}
     for name, dx_parts in parts.items():
@@ -71,7 +71,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 def _cut(inputs: Inputs) -> tuple[Chunks, list[Chunks]]:
     """The chunks of all tokens, and of each cache block. The largest tensor is of pairs, of vectors or of states."""
     chunks, K, (B, _, HV, V) = Chunks(inputs.q, inputs.cu_seqlens), inputs.k.shape[-1], inputs.v.shape
-    return chunks, chunks.segments(B * HV * max(chunks.size * max(chunks.size, K, V), K * V))
+    return chunks, chunks.cache_blocks(B * HV * max(chunks.size * max(chunks.size, K, V), K * V))
 
 
 def _start(chunks: Chunks, inputs: Inputs, x: Tensor | None) -> Tensor:

@@ -1,9 +1,9 @@
 """Gates of channels in a chunk: their local sums, and the test of whether their decays are factorisable.
 
-A level of blocks is a mask of pairs of tokens, and local sums of gates are products with a 0/1 matrix. The
-gates of a chunk are factorisable if the decay between any two tokens is a product of two factors about the chunk's
-middle that float32 can hold. One of them may exceed 1; `FACTORISABLE_BOUND` bounds their exponents. One product then
-contains all pairs, without levels.
+At level l, tokens of neighbouring blocks of 2^l are paired, by a mask. The sums of gates within these blocks are a
+product with a matrix of 0 and 1. The gates of a chunk are factorisable if float32 can hold two factors of the decay
+between any two tokens: from the earlier one to the chunk's middle, and from there to the later one. One of them may
+exceed 1; `FACTORISABLE_BOUND` bounds their exponents. One product then contains all pairs, without levels.
 """
 
 from __future__ import annotations
@@ -128,24 +128,24 @@ def size_of_gate(g, DOT: tl.constexpr):
 
     Channel decay and low rank test it where the gradient of gates is wanted, the delta rule always.
 
-    If a gate decays something to less than exp(-4), or exp(-8) where products are rounded to bfloat16, its
-    gradient would drown in the rounding errors of the pairs that it does not decay.
+    The gradient of a gate below -4, or -8 where products are rounded to bfloat16, would be lost in the rounding
+    errors of the pairs that the gate does not decay.
     """
     return tl.abs(g.to(tl.float32)) * (FACTORISABLE_BOUND / (4.0 if DOT == tl.float32 else 8.0))
 
 
 @triton.jit
 def has_bounded_means(g, inside):
-    """Whether gates are factorisable for their gradient in bfloat16 in spite of `size_of_gate`.
+    """Whether gates are factorisable for their gradient in bfloat16 although `size_of_gate` exceeds the bound.
 
     The error of a gate's gradient is measured relative to the gradients of all gates. A single gate may
     therefore be as strong as the sums allow if the decays have a mean of at least `LEAST_KEPT`, for each
-    token over the channels and for each channel over the tokens. Otherwise a token that resets all channels,
-    or a channel that keeps nothing, might have no larger gradient beside its own. `inside` distinguishes
-    gates from padding.
+    token over the channels and for each channel over the tokens. If instead all gates of a token or of a channel
+    are strong, there may be no gate whose gradient is large beside the error. `inside` distinguishes gates from
+    padding.
     """
-    spare = tl.where(inside, tl.exp(g.to(tl.float32)) - LEAST_KEPT, 0.0)
-    least = tl.minimum(tl.min(tl.sum(spare, 1)), tl.min(tl.sum(spare, 0)))
+    margin = tl.where(inside, tl.exp(g.to(tl.float32)) - LEAST_KEPT, 0.0)
+    least = tl.minimum(tl.min(tl.sum(margin, 1)), tl.min(tl.sum(margin, 0)))
     return least >= 0.0
 
 

@@ -13,12 +13,13 @@ from flacompose.ops._tiles.blocks import bounded, find_chunk, in_float32
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-# The kinds of sums of gates whose gradients `d_sums` holds, one number per token in each part. For the gates
-# of the token's block: sums that end at the token (ENDING), that begin after it and end in its block
-# (BEGINNING), and that begin after it and end beyond its block (LEAVING). If a chunk has two blocks, for the
-# gates of the other block: sums that contain all of these gates, from the chunk's start to a token of the
-# second block, or from a token of the first block to the chunk's end (ACROSS). And for the gates of the
-# token's block: sums between tokens of both blocks (BETWEEN), if ENDING and LEAVING do not include them.
+# Each part of `d_sums` has one number for each token: the gradient of all sums of gates of one kind. The kinds:
+# - ENDING: sums that end at the token.
+# - BEGINNING: sums that begin after the token, and end in its block.
+# - LEAVING: sums that begin after the token, and end beyond its block.
+# - ACROSS: sums over all gates of the other block, from the chunk's start to a token of the second block, or from
+#   a token of the first block to the chunk's end.
+# - BETWEEN: sums from a token of the first block to one of the second, if ENDING and LEAVING do not include them.
 ENDING = tl.constexpr(0)
 BEGINNING = tl.constexpr(1)
 LEAVING = tl.constexpr(2)
@@ -104,7 +105,7 @@ def head_gate_gradient_kernel(
 
     Of the parts of `d_sums`, the first `ENDINGS` are of the kind `ENDING`, the next `BEGINNINGS` of
     `BEGINNING`, the next `LEAVINGS` of `LEAVING`, and the others of `ACROSS`. With `SHARED` the others are of
-    `BETWEEN`, and the second half of `ENDING`, and `LEAVING`, are `ACROSS` too.
+    `BETWEEN`. Then the second half of the parts of `ENDING` and all of `LEAVING` are also used as `ACROSS`.
     """
     BLOCKS: tl.constexpr = C // BC
     row = tl.program_id(0).to(tl.int64) // BLOCKS
@@ -159,18 +160,18 @@ def head_gate_gradient_kernel(
 
     # 3. The gradient of `beta`.
     if dbeta is not None:
-        written = tl.zeros([BC, BH], dtype=tl.float32)
+        d_beta_ = tl.zeros([BC, BH], dtype=tl.float32)
         for part in tl.static_range(BETAS):
             at_part = ((row * BETAS + part) * H + h)[None, :] * C + t[:, None]
-            written += tl.load(d_beta + at_part, mask=in_h, other=0.0)
+            d_beta_ += tl.load(d_beta + at_part, mask=in_h, other=0.0)
         tl.store(
-            dbeta + token[:, None] * H + h[None, :], (written * unit).to(dbeta.dtype.element_ty), mask=mask
+            dbeta + token[:, None] * H + h[None, :], (d_beta_ * unit).to(dbeta.dtype.element_ty), mask=mask
         )
 
 
 # The exponents below are differences of running sums in base 2. For float32 inputs `rest` is the rounding
-# error of `sums`. For bfloat16 it is absent: 64 gates of at most 128 sum to at most 11,819, whose last digit
-# is 2^-10, so a weight other than 0 has a relative error of at most 2^-10, where bfloat16 rounds to 2^-9.
+# error of `sums`. For bfloat16 it is absent: 64 gates of at most 128 sum to at most 11,819, where float32
+# has a spacing of 2^-10. So a weight other than 0 has a relative error of at most 2^-10; bfloat16 rounds to 2^-9.
 
 
 @triton.jit

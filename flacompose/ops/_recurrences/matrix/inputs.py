@@ -27,14 +27,14 @@ class Inputs(NamedTuple):
     gv: Annotated[Tensor | None, "B T HV V", GATE] = None  # a decay per token, head and channel of the values
     u: Annotated[Tensor | None, "H K"] = None  # the bonus of the current token
     beta: Annotated[Tensor | None, "B T HV"] = None  # the strength of writes, 1 if absent
-    a: Annotated[Tensor | None, "B T H K", AUTOCAST] = None  # reads what is erased; `k` if absent
-    b: Annotated[Tensor | None, "B T H K", AUTOCAST] = None  # writes the read of `a`
+    a: Annotated[Tensor | None, "B T H K", AUTOCAST] = None  # reads `a^T S`; `k` if absent
+    b: Annotated[Tensor | None, "B T H K", AUTOCAST] = None  # `b (a^T S)` is added to the state
     initial_state: Annotated[Tensor | None, "N HV K V"] = None
     cu_seqlens: Tensor | None = None  # [N + 1]
     scale: float = 1.0
     delta_rule: bool = False  # a write replaces the value that `a` reads, by the part `beta`
     read_before: bool = False  # whether `a` reads the state before it decays
-    softmax: bool = False  # q are logits, of any dtype, and the state is read with their softmax
+    softmax: bool = False  # the softmax of `q`, logits of any dtype, reads the state
     full_precision: bool = False  # the output has the dtype of states, whatever that of the inputs
 
 
@@ -49,9 +49,9 @@ SIGNATURE = Signature(Inputs, Outputs)
 NORM_EPS = 1e-6  # added to the squared norms by which queries and keys are divided
 
 
-CHOSEN = "g g_gamma gk gv u beta a b delta_rule read_before softmax full_precision".split()
-# The ones of these arguments that each scheme takes, and that it needs.
-TAKES = {
+SCHEME_CHOOSERS = "g g_gamma gk gv u beta a b delta_rule read_before softmax full_precision".split()
+# The arguments that each scheme takes and, below, needs.
+SCHEME_ARGUMENTS = {
     "head_decay": {"g", "g_gamma", "beta"},
     "channel_decay": {"gk", "gv", "u", "softmax", "full_precision"},
     "delta_rule": {"delta_rule", "g", "gk", "beta", "a", "read_before"},
@@ -73,12 +73,12 @@ def scheme(inputs: Inputs) -> str:
     Raises:
         ValueError: If the scheme does not take one of the arguments, or needs another, or heads are shared.
     """
-    given = [x for x in CHOSEN if (y := getattr(inputs, x)) is not None and y is not False]
-    of_channels = not TAKES["channel_decay"].isdisjoint(given)
+    given = [x for x in SCHEME_CHOOSERS if (y := getattr(inputs, x)) is not None and y is not False]
+    of_channels = not SCHEME_ARGUMENTS["channel_decay"].isdisjoint(given)
     name = "low_rank" if inputs.b is not None else "delta_rule" if inputs.delta_rule else "head_decay"
     name = "channel_decay" if name == "head_decay" and of_channels else name
     for x in given:
-        if x not in TAKES[name]:
+        if x not in SCHEME_ARGUMENTS[name]:
             others = ", ".join(y for y in given if y != x) or "no gate, a or b"
             raise ValueError(f"{x} must not be given with {others}: {name} does not compute both")
     for x in NEEDS.get(name, ()):

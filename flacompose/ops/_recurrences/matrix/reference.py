@@ -54,8 +54,8 @@ def matrix_recurrence(
             S = gv[:, t, :, None, :].exp() * S
         read = torch.einsum("bhk,bhkv->bhv", read_by[:, t], before if read_before else S)
         if b is not None:
-            of_head = b[:, t].repeat_interleave(HV // b.shape[2], 1)
-            S = S + of_head[..., None] * read[:, :, None, :]
+            b_t = b[:, t].repeat_interleave(HV // b.shape[2], 1)
+            S = S + b_t[..., None] * read[:, :, None, :]
         value = v[:, t] - read if delta_rule else v[:, t]
         if beta is not None:
             value = beta[:, t, :, None] * value

@@ -41,9 +41,9 @@ def token(
     # 1. The state decays.
     before = S = None if initial_state is None else initial_state.to(dtype)
     if S is not None:
-        of_head = [x.to(dtype) for x in (None if g is None else g[:, 0], g_gamma) if x is not None]
-        if of_head:
-            S = S * sum(of_head[1:], start=of_head[0])[..., None, None].exp()
+        log_decays = [x.to(dtype) for x in (None if g is None else g[:, 0], g_gamma) if x is not None]
+        if log_decays:
+            S = S * sum(log_decays[1:], start=log_decays[0])[..., None, None].exp()
         if gk is not None:
             S = S * gk[:, 0, :, :, None].to(dtype).exp()
         if gv is not None:

@@ -286,7 +286,7 @@ def test_the_states_of_all_tokens_are_never_in_memory(
 ) -> None:
     """In PyTorch no tensor has more elements than a segment may have, here those of the states of one chunk."""
     limit = chunks.CHUNK * 16 * 64
-    monkeypatch.setattr(chunks, "SEGMENT", limit)
+    monkeypatch.setattr(chunks, "CACHE_BLOCK", limit)
     problem = draw(SELECTIVE, torch.device("cpu"), B=1, T=512, K=16, V=64, lengths=lengths)
     with recorded() as calls:
         evaluate(problem)
@@ -330,7 +330,7 @@ ERRORS = [
         "C must have the dtype of u, float32, got float16: cast one of them, as in u.to(C.dtype)",
     ),
     ({"D": lambda x: x[:1]}, ValueError, "D must have shape (6,), got (1,)"),
-    ({"z": lambda x: x[:, :1]}, ValueError, "z must have shape (2, 70, 6), got (2, 1, 6)"),
+    ({"z": lambda x: x[:, :1]}, ValueError, "z must have shape (2, 70, 6), got (2, 1, 6): u has 70 tokens"),
     ({"delta_bias": lambda x: x[:1]}, ValueError, "delta_bias must have the 6 elements of shape (6,), got shape (1,)"),
     ({"initial_states": lambda x: x.mT}, ValueError,
      "initial_states must have shape (2, 6, 5), got (2, 5, 6): its last two axes are the other way round; "

@@ -15,7 +15,7 @@ ROUNDINGS = 8
 
 
 def draw(T: int, bounds: tuple[int, ...] | None, state: bool, dtype: torch.dtype) -> op.Inputs:
-    """Numbers from -1e4 to 1e4 and -inf, gates from mild to -1e4 and -inf."""
+    """Numbers from -1e4 to 1e4 and -inf, gates from weak to -1e4 and -inf."""
     generator = torch.Generator().manual_seed(T)
     B, N = (2, 2) if bounds is None else (1, len(bounds) - 1)
 

@@ -48,7 +48,7 @@ def values(problem: Problem, function: Callable[..., tuple[Tensor, Tensor]] = la
      (64, 16, 300), (1, 1, 1), (512, 12, 3), (3, 512, 1), (3, 1, 512)],
 )  # fmt: skip
 def test_values(case: OpCase, K: int, M: int, V: int, state: bool) -> None:
-    problem = draw(case, CPU, B=2, T=1, H=1, K=K, M=M, V=V, state=state, gates="mild")
+    problem = draw(case, CPU, B=2, T=1, H=1, K=K, M=M, V=V, state=state, gates="weak")
     found = values(problem)
     assert_accurate(problem, found)
     expected = values(problem, by_two_passes)

@@ -151,7 +151,7 @@ def test_segments_of_chunks(
     x["initial_state"] = torch.randn(4 if packed else B, HV, K, V, dtype=torch.float64, device=device)
     form = chunk_kda if channels else chunk_gated_delta_rule
     whole = results(form, x, cu_seqlens=cu_seqlens)
-    monkeypatch.setattr(chunks, "SEGMENT", 2 * 64 * 64 * HV)  # 1 chunk of two rows, or 2 of packed sequences
+    monkeypatch.setattr(chunks, "CACHE_BLOCK", 2 * 64 * 64 * HV)  # 1 chunk of two rows, or 2 of packed ones
     assert_close(results(form, x, cu_seqlens=cu_seqlens), whole, atol=1e-12, rtol=1e-12)
 
 
@@ -237,7 +237,7 @@ def test_parameters_of_gates_in_any_shape(form, device: torch.device) -> None:
 )
 @pytest.mark.parametrize("largest", [89.0, 100.0, 700.0])
 def test_rates_that_overflow(form, lower_bound: float | None, largest: float, device: torch.device) -> None:
-    """In float32, as in float64, where they do not: beside them softplus underflows, so that some decays are mild."""
+    """In float32, as in float64, where they do not: beside them softplus underflows, so that some decays are weak."""
     x = inputs(device, torch.float32, T=20)
     generator = torch.Generator().manual_seed(0)
     of_a_gate = (HV, K) if form is chunk_kda else (HV,)

@@ -98,7 +98,7 @@ def gated(*gates: str) -> list[tuple[str, str]]:
 STRONG = [(name, "strong") for name, kernels in KERNELS.items() if kernels == OF_CHANNELS]
 
 
-@pytest.mark.parametrize(("name", "gates"), gated("mild", "rare", "resets") + STRONG)
+@pytest.mark.parametrize(("name", "gates"), gated("weak", "rare", "resets") + STRONG)
 @pytest.mark.parametrize(
     ("H", "K", "V", "lengths"), [(2, 64, 128, None), (1, 128, 64, [3, 70, 0, 64])], ids=["dense", "packed"]
 )
@@ -113,7 +113,7 @@ def test_accurate(name: str, H: int, K: int, V: int, lengths: list[int] | None, 
     assert_accurate(problem, results)
 
 
-@pytest.mark.parametrize("gates", ["mild", "strong"])
+@pytest.mark.parametrize("gates", ["weak", "strong"])
 def test_gates_in_float32(gates: str) -> None:
     """They are in two parts as factors of products."""
     problem = draw(
@@ -279,7 +279,7 @@ def of_two_tiles(first: float | str, second: float | str) -> Tensor:
         (of_two_tiles(-0.01, "strong").index_fill(1, torch.tensor([20]), -15.0), 2, [0, 0]),
         (of_two_tiles(-0.01, -0.01).index_fill(1, torch.tensor([20]), -9.0), 2, [0, 0]),
     ],
-    ids=["mild", "nearly", "late", "early", "blocks", "left", "sums", "size", "size alone"],
+    ids=["weak", "nearly", "late", "early", "blocks", "left", "sums", "size", "size alone"],
 )
 @pytest.mark.parametrize("memory", [0, 1])
 def test_what_is_mild_in_blocks(gates: Tensor, chunk: int, tiles: list[int], memory: int) -> None:
@@ -312,7 +312,7 @@ def test_what_is_mild_in_blocks(gates: Tensor, chunk: int, tiles: list[int], mem
 
 
 @pytest.mark.parametrize(
-    ("name", "gates"), [("chunk_gated_delta_rule", "mild"), ("chunk_kda", "mild"), ("chunk_kda", "strong")]
+    ("name", "gates"), [("chunk_gated_delta_rule", "weak"), ("chunk_kda", "weak"), ("chunk_kda", "strong")]
 )
 def test_gates_without_gradient(name: str, gates: str) -> None:
     """The other gradients are the same to the bit."""
@@ -339,8 +339,8 @@ def test_pairs_of_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     def pairs(chip: Chip) -> tuple[Tensor, Tensor]:
         with tables_of(chip), launching_by(run):
             x = operands(inputs, 64)
-            gates, steps = launch_factors.gates(x, inputs.g), plan.plan_of(x, "backward", inputs.v)
-            made = launch_factors.factors(x, steps, gates, with_r=True)
+            gates, steps = launch_factors.compute_gates(x, inputs.g), plan.plan_of(x, "backward", inputs.v)
+            made = launch_factors.compute_factors(x, steps, gates, with_r=True)
         return made.decays.log_norm[:3], made.factors.Y[:3]
 
     for x, expected in zip(pairs(HOPPER), pairs(AMPERE), strict=True):
@@ -348,7 +348,7 @@ def test_pairs_of_segments(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (x - expected).norm() <= 2**-16 * expected.norm()
 
 
-@pytest.mark.parametrize("gates", ["mild", "resets", -15.0])
+@pytest.mark.parametrize("gates", ["weak", "resets", -15.0])
 @pytest.mark.parametrize("restarts", [1, 3])
 @pytest.mark.parametrize(
     ("K", "V", "lengths"), [(64, 128, None), (128, 64, [140, 0, 190])], ids=["dense", "packed"]
@@ -366,18 +366,8 @@ def test_sweeps_in_segments(
     monkeypatch.setattr(plan, "warm_start_count", lambda *_: restarts)
     if restarts == 1:
         monkeypatch.setattr(sequences, "segment_count", lambda *_: 3)
-    problem = draw(
-        NAMED["chunk_gated_delta_rule"],
-        CPU,
-        torch.bfloat16,
-        B=1,
-        T=330,
-        H=1,
-        K=K,
-        V=V,
-        lengths=lengths,
-        gates=gates,
-    )
+    case = NAMED["chunk_gated_delta_rule"]
+    problem = draw(case, CPU, torch.bfloat16, B=1, T=330, H=1, K=K, V=V, lengths=lengths, gates=gates)
     results, in_gluon = emulated(problem, launched)
     assert in_gluon >= FORWARDS
     assert_accurate(problem, results)
@@ -399,7 +389,7 @@ def test_keys_that_are_alike(beta: float, unlike: float) -> None:
     assert all(mine <= 1.1 * other + 2**-14 for mine, other in zip(*errors, strict=True)), errors
 
 
-@pytest.mark.parametrize(("name", "gates"), [x for x in gated("mild", "resets") if FORWARDS <= KERNELS[x[0]]])
+@pytest.mark.parametrize(("name", "gates"), [x for x in gated("weak", "resets") if FORWARDS <= KERNELS[x[0]]])
 @pytest.mark.parametrize(
     ("D", "B", "T", "groups", "segments"),
     [(64, 2, 150, 1, 1), (128, 1, 70, 1, 1), (64, 1, 330, 1, 3), (64, 2, 150, 3, 1)],
@@ -422,7 +412,7 @@ def test_joint_kernel(
     case = replace(NAMED[name], groups=groups)
     problem = draw(case, CPU, torch.bfloat16, B=B, T=T, H=2, K=D, V=D, gates=gates)
     expected, apart = emulated(problem, launched)
-    monkeypatch.setattr(plan, "AT_ONCE", {64: 1, 128: 1})
+    monkeypatch.setattr(plan, "RESIDENT_PROGRAMS", {64: 1, 128: 1})
     results, joint = emulated(problem, launched)
     assert JOINT <= joint and not JOINT & apart
     assert_equal(results, expected)
@@ -435,7 +425,7 @@ def test_joint_kernel(
 )
 def test_pairs_that_overflow(name: str, joint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of a token that reads with a later one that writes reach nothing, even if they are inf."""
-    monkeypatch.setattr(plan, "AT_ONCE", {64: 1 if joint else 10**9})
+    monkeypatch.setattr(plan, "RESIDENT_PROGRAMS", {64: 1 if joint else 10**9})
     problem = draw(
         replace(NAMED[name], groups=1), CPU, torch.bfloat16, B=1, T=64, H=1, K=64, V=64, gates=-0.1
     )

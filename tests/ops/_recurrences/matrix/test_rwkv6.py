@@ -24,7 +24,7 @@ def inputs(device: torch.device, **options) -> dict[str, Tensor]:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only kernels differ by the shape of a state")
 @each_case
 @pytest.mark.parametrize(("K", "V"), [(16, 64), (64, 16)])
-@pytest.mark.parametrize("gates", ["mild", "mixed"])
+@pytest.mark.parametrize("gates", ["weak", "mixed"])
 @pytest.mark.parametrize("lengths", [None, [70, 0, 60]], ids=["dense", "packed"])
 def test_states_of_every_shape(case, lengths, gates, K: int, V: int, device: torch.device) -> None:
     problem = draw(case, device, T=130, K=K, V=V, gates=gates, lengths=lengths)

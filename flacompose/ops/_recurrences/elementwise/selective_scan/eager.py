@@ -101,7 +101,7 @@ class _Scan:
         A = A.to(self.chunks.dtype).contiguous().unflatten(0, self.groups).unsqueeze(1)  # [G, 1, P, S]
         self.A = A.clamp(min=torch.finfo(A.dtype).min)
         self.A_of_dt = A.masked_fill(decays_to_zero(A), 0)
-        self.segments = self.chunks.segments(self.chunks.B * self.chunks.size * A.numel())
+        self.segments = self.chunks.cache_blocks(self.chunks.B * self.chunks.size * A.numel())
 
     def initial(self, state: Tensor | None) -> Tensor:
         """A state, or the gradient of one, as ``[N, G, P, S]``."""

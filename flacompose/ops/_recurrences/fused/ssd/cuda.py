@@ -60,7 +60,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     scan.pass_states(None if dz is None else q, k, v, initial=initial, states=S, around=around)
     initial = scan.starts(q, dy, operand(call.arriving.final_state), reverse=True)
     scan.pass_states(k, q, dy, False, True, dx, Around(**skip), initial=initial, states=dS, final=d_initial)
-    dg, d_delta = scan.gradients(q, k, v, dy, S, dS, dq, dk, torch.float32, scan.beta)
+    dg, d_delta = scan.compute_gradients(q, k, v, dy, S, dS, dq, dk, torch.float32, scan.beta)
     assert d_delta is not None
     del S, dS
     return call.made(

@@ -12,8 +12,8 @@ All are in kernels.py:
     dq, dk, dgk, du                        gk or u            channel_decay_gated_axis_kernel
     P, the products of pairs of tokens     see `AxisPlan`     channel_decay_score_kernel
 
-The kernels of plain axes with gates and of gated axes are launched twice: first for the chunks or tiles
-whose gates are factorisable, then for the others. Gates are factorisable if the sums over each half of a
+The kernels of plain axes with gates, and of gated axes, are launched twice: first for the chunks or tiles whose
+gates are factorisable, then for the others. Gates are factorisable if the sums over each half of a
 chunk, of 32 tokens, are above -45, and, where their gradient is wanted, if each gate is above -8 (float32:
 -4) or `has_bounded_means` says so: see `gates_of_channels`. `plan` chooses.
 """
@@ -81,17 +81,17 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
             *((call.wanted_input(name), None) for name in ("k", "v", "gk", "gv")),
         )
     )
-    start, of_u = call.wanted_input("initial_state"), call.wanted_input("u")
+    start, wanted_u = call.wanted_input("initial_state"), call.wanted_input("u")
     d_initial_state = None if start is None else tokens.state(start.dtype)
     # One row per chunk; rows without a chunk stay zero.
-    du = None if of_u is None else q.new_zeros(tokens.chunks + 1, *of_u.shape, dtype=torch.float32)
+    du = None if wanted_u is None else q.new_zeros(tokens.chunks + 1, *wanted_u.shape, dtype=torch.float32)
     q, k, v, do = map(operand, (q, k, v, call.do))
 
     S = dS = marks_k = marks_v = None
-    of_gates = dgk is not None or dgv is not None
-    if dq is not None or of_gates:
+    wants_gates = dgk is not None or dgv is not None
+    if dq is not None or wants_gates:
         S = launches.states(k, v, inputs.initial_state)
-    stored = dk is not None or dv is not None or of_gates
+    stored = dk is not None or dv is not None or wants_gates
     if stored or d_initial_state is not None:
         dS = launches.states(q, do, d_final_state, d_initial_state, stored=stored, reverse=True)
     if gv is None and dv is not None:
@@ -136,10 +136,8 @@ class _Launches:
 
     def pass_states(self, a: Tensor, x: Tensor, reverse: bool = False, **tensors: Tensor | None) -> None:
         """Launch `channel_decay_state_passing_kernel`, which fills the given ones of its results."""
-        tokens, absent = (
-            self.tokens,
-            dict.fromkeys(("initial", "states", "ends", "sum_gk", "sum_gv", "final")),
-        )
+        tokens = self.tokens
+        absent = dict.fromkeys(("initial", "states", "ends", "sum_gk", "sum_gv", "final"))
         given = {**absent, **tensors, "a": a, "x": x, "gk": self.gk, "gv": self.gv}
         sizes = {"K": tokens.K, "V": tokens.V, "SEGMENTS": self.row.count, **self.plan.passing}
         grid = (self.plan.tiles * self.row.count * tokens.N * tokens.H,)
@@ -189,9 +187,9 @@ class _Launches:
         transpose: bool = False,
         for_gradient: bool = True,
     ) -> Tensor | None:
-        """Fill `out`, along an axis without gates; return which chunks have factorisable gates.
+        """Fill `out`, along an axis without gates; return the marks of chunks whose gates are factorisable.
 
-        With `for_gradient` they are so for the gradient of these gates too.
+        With `for_gradient`, the gates of a marked chunk are factorisable for their gradient too.
         """
         tokens, (g, u) = self.tokens, (self.gv, None) if transpose else (self.gk, self.u)
         axes, config = tokens.axes(transpose), self.plan.axes[transpose].plain
@@ -211,19 +209,19 @@ class _Launches:
         y: Tensor | None,
         S: Tensor | None,
         dS: Tensor | None,
-        made: Results,
+        results: Results,
         marks: Tensor | None = None,
         transpose: bool = False,
     ) -> None:
-        """Fill the given ones of `made`, along an axis with gates or a bonus.
+        """Fill the given ones of `results`, along an axis with gates or a bonus.
 
         `marks` are the chunks that `plain` has returned for these gates. Without them, each tile tests its gates.
         """
-        if all(x is None for x in made):
+        if all(x is None for x in results):
             return
         tokens, plan = self.tokens, self.plan.axes[transpose]
-        writes = made.write is not None or made.dg2 is not None
-        reads = made.read is not None or made.dg2 is not None
+        writes = results.write is not None or results.dg2 is not None
+        reads = results.read is not None or results.dg2 is not None
         g1, g2 = (self.gv, self.gk) if transpose else (self.gk, self.gv)
         if g2 is None:  # there is a bonus, and no gate
             g2 = torch.zeros_like(x)
@@ -240,7 +238,7 @@ class _Launches:
             "u": self.u if transpose else None,
             "S": S if reads else None,
             "dS": dS if writes else None,
-            "made": made,
+            "results": results,
             "factorisable_tiles": marks,
             "axes": tokens.axes(transpose),
             "KNOWN": known,

@@ -5,8 +5,8 @@
 or, with the bonus `u` of the current token, ``o_t = scale * (S_{t-1} + diag(u) k_t v_t^T)^T q_t``.
 
 The pairs of tokens in a chunk are decayed for each key and each value, so they are summed block by block, with
-the factors of `ChannelGates` for both axes. The pair of a token with itself is not decayed, and weighted by the
-bonus if there is one: then a read stops before its own gate.
+the factors of `ChannelGates` for both axes. No gate decays the pair of a token with itself. If there is a bonus,
+it weights this pair, and a read stops before its own gate.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._recurrences.chunks import Chunks, StatePassing
+from flacompose.ops._recurrences.matrix.cache_block import CacheBlock, ChannelGates, Wants, halves
 from flacompose.ops._recurrences.matrix.inputs import Inputs
-from flacompose.ops._recurrences.matrix.segment import ChannelGates, Segment, Wants, halves
 
 
-class ChannelDecay(Segment):
+class ChannelDecay(CacheBlock):
     """The tokens of a cache block."""
 
     of_states = ("q", "gk", "gv")
@@ -34,13 +34,13 @@ class ChannelDecay(Segment):
         before, u = inputs.u is not None, inputs.u
         gk, gv = (None if g is None else ChannelGates(self.split(g), before) for g in (inputs.gk, inputs.gv))
         self.gk, self.gv = gk, gv
-        total = self.q.new_ones(1, 1) if gk is None else gk.total.mT
-        self.total = total if gv is None else total * gv.total  # the decay of the state over each chunk
+        decay = self.q.new_ones(1, 1) if gk is None else gk.total.mT
+        self.chunk_decay = decay if gv is None else decay * gv.total  # of the state
         self.u = None if u is None else u.to(chunks.dtype)[:, None, None, None]  # [H, 1, 1, 1, K]
 
     def states(self, passing: StatePassing) -> tuple[Tensor, ...]:
         written = _write(self.k, self.gk).mT @ _write(self.v, self.gv)
-        return (self.pass_states(passing, written, self.total),)
+        return (self.pass_states(passing, written, self.chunk_decay),)
 
     def outputs(self, *states: Tensor) -> Tensor:
         diagonal = _dot(self.q, _times(self.k, self.u))
@@ -61,9 +61,9 @@ class ChannelDecay(Segment):
         if wants("q", "gk", "gv"):
             (S,) = states
         if wants("k", "gk", "v", "gv", "initial_state"):
-            dS = self.pass_states(backwards, _read(q, gk).mT @ _read(do, gv), self.total)
+            dS = self.pass_states(backwards, _read(q, gk).mT @ _read(do, gv), self.chunk_decay)
         if wants("gk", "gv"):
-            d_total = S * self.total * dS
+            d_total = S * self.chunk_decay * dS
         if wants("q", "k", "gk"):
             pairs = _pair_sums(do, v, _times(diagonal, u), k, q, gv, gk)
         if wants("q", "gk"):

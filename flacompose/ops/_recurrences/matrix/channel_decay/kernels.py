@@ -1,12 +1,12 @@
 """Triton kernels of channel decay: state passing over chunks, and the pairs of tokens within a chunk.
 
-The module `eager` explains the chunked algorithm. Here a chunk is one tile and a level of blocks a mask: at
-each level every token has one role, reader in an odd block or writer in an even one, with one weight and one
-row of one matrix product. `gates` computes the sums of gates for it. Where the gates of a chunk are
-factorisable, one product contains all pairs.
+The module `eager` explains the chunked algorithm. Here a chunk is one tile, and a mask selects the pairs of a level
+of blocks. At each level a token is a reader if its block is odd, or a writer if its block is even, and has one row of
+one matrix product, with one weight. `gates_of_channels` computes the sums of gates for this weight. Where the gates of
+a chunk are factorisable, one product contains all pairs.
 
 Output and gradients within a chunk are one computation. The vectors `a` and `b` of two tokens are contracted
-along one axis, D1, into the weight of the pair, ``P[t, s]``, which multiplies a third vector, `x` or `y`,
+along one axis, D1. Their product is the weight of the pair, ``P[t, s]``, which multiplies a third vector, `x` or `y`,
 along the other axis, D2:
 
     result                         a   b   x   y   D1  D2   kernel, where the gates `gk` and `gv` are given or not
@@ -18,11 +18,10 @@ along the other axis, D2:
                                    v   do  q       V   K    plain, `REVERSE`, without gk
 
 So `channel_decay_plain_axis_kernel` writes along an axis that no gate decays, and computes P itself.
-`channel_decay_gated_axis_kernel` writes along an axis that a gate decays, and computes the gradient of this
-gate too. Its registers do not suffice to compute P as well, except where it only reads and its axis is one
-tile, so it takes P from `channel_decay_score_kernel`. The contributions of other chunks come from the states
-`S` before each chunk and their gradients `dS` after it, both of which `channel_decay_state_passing_kernel`
-stores.
+`channel_decay_gated_axis_kernel` writes along an axis that a gate decays, and computes the gradient of this gate too.
+It computes P itself only if it computes reads alone and its axis is one tile. Otherwise its registers do not suffice,
+so `channel_decay_score_kernel` computes P. The contributions of other chunks come from the states `S` before each chunk
+and the gradients `dS` of the states after it. `channel_decay_state_passing_kernel` stores both.
 """
 
 from __future__ import annotations
@@ -228,8 +227,7 @@ def channel_decay_score_kernel(
     # 2. A token's product with itself.
     lower = tl.where(s <= t, lower, 0.0)
     if READ_BEFORE and (g is not None or u is not None):
-        # In the same token, a read before the decay and the write have different gates, but no gate lies
-        # between them.
+        # No gate lies between a read before the decay and the write of the same token.
         lower = tl.where(t == s, diagonal[:, None], lower)
     at = P + (row * H + h) * C * C + t * C + s
     tl.store(at, lower * scale)
@@ -430,8 +428,8 @@ def _factorisable_chunk(
         transposed = tf32_rounded(tl.load(P + s * C + t, mask=t != s, other=0.0), DOT)
         after += rounded_dot(transposed, reader, DOT)
     if dg2 is not None:
-        # A pair that the gate does not decay is added and subtracted. Both times it is a product of the same
-        # rounded factors, so it cancels.
+        # A pair that the gate does not decay is added once and subtracted once, as a product of the same rounded
+        # factors, so it cancels.
         dg = tl.where(late, late_sum[None, :], early_sum[None, :])
         dg += select(from_middle(s, t), reader * before - writer * after, DOT)
         if READ_BEFORE:
@@ -442,8 +440,7 @@ def _factorisable_chunk(
         store_tile(dg2, dg, *tile)
     if read is not None:
         if DOT != tl.float32:
-            # The rounding error of P. It is added last, since the gate's gradient needs two products of equal
-            # factors.
+            # The rounding error of P is added last, since the gate's gradient needs two products of equal factors.
             if P is not None:
                 pairs = tl.load(P + t * C + s)
             rest = tl.where(t == s, 0.0, pairs - tf32_rounded(pairs, DOT))
@@ -453,8 +450,8 @@ def _factorisable_chunk(
 
 
 @triton.jit
-def _strong_chunk(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
-    """`_factorisable_chunk` for any gates: one product for each level of blocks has the pairs of sibling blocks."""
+def _chunk_by_levels(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
+    """`_factorisable_chunk` for any gates: one product for each level contains the pairs of sibling blocks."""
     before, after, d_total, _ = sums
     t = tl.arange(0, C)[:, None]
     s = tl.arange(0, C)[None, :]
@@ -471,7 +468,7 @@ def _strong_chunk(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE: tl.constexpr
     for level in range(LEVELS):
         odd = ((t >> level) & 1) == 1
         weight = tl.exp(select(in_local_sum(t, s, level, READ_BEFORE), g, DOT))
-        # Readers and writers in one product: P where the row is a reader, its transpose where it is a writer.
+        # One product for readers and writers: a row is one of P for a reader, and one of its transpose for a writer.
         at = tl.where(odd, t * C + s, s * C + t)
         pairs = tf32_rounded(tl.load(P + at, mask=siblings(t, s, level), other=0.0), DOT)
         if S is None:
@@ -501,7 +498,7 @@ def channel_decay_gated_axis_kernel(
     u,  # [H, D2]
     S,  # [chunks, H, D1, D2], with the strides of states; given with `read` and with `dg2`
     dS,  # [chunks, H, D1, D2], likewise; given with `write` and with `dg2`
-    made,  # `Results`, each of which may be None
+    results,  # `Results`, each of which may be None
     factorisable_tiles,  # [chunks, H] if `KNOWN`, otherwise [chunks, H, tiles of D2]
     cu_seqlens,
     T,
@@ -518,7 +515,7 @@ def channel_decay_gated_axis_kernel(
 ):
     """``read_t = sum over s of P[t, s] x_s + scale * S^T a_t``, along an axis that the gate `g2` decays.
 
-    And ``write_s = sum over t of P[t, s] y_t + dS^T b_s``, and the gradients of `g2` and of `u`, which
+    It also computes ``write_s = sum over t of P[t, s] y_t + dS^T b_s``, and the gradients of `g2` and of `u`, which
     weights ``P[t, t]``. It fills the results that are given. `S` is the state before the chunk, `dS`
     the gradient of the state after it.
 
@@ -527,7 +524,7 @@ def channel_decay_gated_axis_kernel(
     the registers. Registers are scarce, so inputs are loaded again rather than kept.
     """
     a, b, x, y = vectors
-    read, write, dg2, du = made
+    read, write, dg2, du = results
     D1, D2, stride1, stride2 = axes
     tiles = tl.cdiv(D2, BD2)
     scale = in_float32(scale)
@@ -572,7 +569,7 @@ def channel_decay_gated_axis_kernel(
         if FACTORISABLE:
             before, after = _factorisable_chunk(sums, P, x, y, g2, S, dS, read, dg2, tile, READ_BEFORE, DOT)
         else:
-            before, after = _strong_chunk(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE, DOT)
+            before, after = _chunk_by_levels(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE, DOT)
     # 4. No gate decays the pair of a token with itself. It is added last, since it would drown the others in
     # the gate's gradient.
     diagonal = (

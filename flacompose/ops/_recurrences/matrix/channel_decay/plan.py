@@ -17,8 +17,8 @@ class AxisPlan(NamedTuple):
     plain: dict[str, int]
     gated: dict[str, int]
     tiles: int  # of the axis that `channel_decay_gated_axis_kernel` writes
-    # Whether a tile of that kernel, which then sees all gates of a chunk, makes the products of pairs itself where
-    # only reads are wanted and gates are factorisable.
+    # Whether that kernel computes the products of pairs itself where only reads are wanted and gates are
+    # factorisable: its one tile then contains all gates of a chunk.
     reads_alone: bool
 
 
@@ -49,7 +49,7 @@ def plan_of(tokens: MatrixSequences, inputs: Inputs) -> Plan:
 def state_config(chip: Chip, bfloat16: bool, K: int, V: int, has_gk: bool) -> dict[str, int]:
     """Block sizes of the state, warps and pipeline stages.
 
-    The sums of gates are computed for each tile of the other axis, so that axis has the larger tiles.
+    Each tile of the axis without gates computes the sums of gates again, so that axis has the larger tiles.
     """
     if not bfloat16:
         return {"BK": block(K, 32), "BV": block(V, 32), "num_warps": 4, "num_stages": 2}

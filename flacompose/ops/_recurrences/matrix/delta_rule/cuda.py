@@ -19,8 +19,8 @@ from flacompose.ops._recurrences.matrix.inputs import Inputs
 def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
     x = operands(inputs, chunk_size(inputs.q, inputs.gk is not None))
-    gates = launch_factors.gates(x, inputs.g)
-    passing = launch_factors.factors(x, plan_of(x, "chunk"), gates)
+    gates = launch_factors.compute_gates(x, inputs.g)
+    passing = launch_factors.compute_factors(x, plan_of(x, "chunk"), gates)
     o = x.tokens.per_token(x.tokens.H, x.tokens.V, dtype=inputs.v.dtype)
     final_state = x.tokens.state(torch.float32)
     state_passing.forwards(passing, o=o, final=final_state)
@@ -31,8 +31,8 @@ def ends(inputs: Inputs) -> tuple[Tensor, ...]:
     """``(end [N, HV, K, V], matrix [N, HV, K, K])``."""
     inputs = inputs._replace(initial_state=None)
     x = operands(inputs, chunk_size(inputs.q, inputs.gk is not None))
-    gates = launch_factors.gates(x, inputs.g)
-    return state_passing.transition(launch_factors.factors(x, plan_of(x, "ends"), gates))
+    gates = launch_factors.compute_gates(x, inputs.g)
+    return state_passing.transition(launch_factors.compute_factors(x, plan_of(x, "ends"), gates))
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
@@ -45,8 +45,8 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     tokens = x.tokens
     do, d_final_state = operand(call.do), operand(call.arriving.final_state)
     plan = plan_of(x, "backward", do, with_keys=by_writes)
-    gates = launch_factors.gates(x, inputs.g)
-    passing = launch_factors.factors(x, plan, gates, with_r=by_reads)
+    gates = launch_factors.compute_gates(x, inputs.g)
+    passing = launch_factors.compute_factors(x, plan, gates, with_r=by_reads)
     start = call.wanted_input("initial_state")
     d_initial_state = None if start is None else tokens.state(start.dtype)
     in_one_kernel = plan.gradients.passes_states
@@ -82,7 +82,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     del passing  # which only state passing needs
     if r is not None and S is not None:
         values = ValueVectors(do, r, dv)
-        made |= launch_gradients.gradients(x, plan, gates, values, S, dS, wants("g", "gk"))
+        made |= launch_gradients.compute_gradients(x, plan, gates, values, S, dS, wants("g", "gk"))
     if inputs.gk is not None and wants("g"):
         made["g"] = made["gk"].sum(-1)
     return call.made(**made, initial_state=d_initial_state)

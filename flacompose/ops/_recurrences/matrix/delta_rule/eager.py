@@ -25,13 +25,13 @@ from torch import Tensor
 
 from flacompose._torch import pytree
 from flacompose.ops._recurrences.chunks import Chunks, StatePassing
+from flacompose.ops._recurrences.matrix.cache_block import CacheBlock, ChannelGates, HeadGates, Wants, inverse
 from flacompose.ops._recurrences.matrix.inputs import Inputs
-from flacompose.ops._recurrences.matrix.segment import ChannelGates, HeadGates, Segment, Wants, inverse
 
 GATES = ("g", "gk")
 
 
-class DeltaRule(Segment):
+class DeltaRule(CacheBlock):
     """The tokens of a cache block, and the transition of each chunk."""
 
     of_states = ("q", "k", "a", "beta", *GATES)

@@ -38,7 +38,7 @@ Where gates of heads are strong, the state at a segment's end does not depend on
 of its transition matrix. The two passes then cover only the chunks whose influence has not decayed to zero.
 
 A row that is too short for two more passes is cut into segments too, if `WARM_STARTS` is set: the warm start. If
-the state decays to zero in the last `ASKED` chunks of a segment, for all heads, the next segment has programs
+the state decays to zero in the last `CHUNKS_EXAMINED` chunks of a segment, for all heads, the next segment has programs
 of its own, which start at the state that those chunks reach from zero. Otherwise the programs of the segment
 continue through the next one.
 
@@ -84,8 +84,8 @@ BLOCK = tl.constexpr(16)  # tokens of the blocks that are inverted side by side
 ZERO_BELOW = tl.constexpr(-193.0)
 # How many chunks at a segment's end are examined before a warm start. They are processed twice, so a segment
 # that needs more of them gains little by one.
-ASKED = tl.constexpr(16)
-HEADS = tl.constexpr(64)  # the most heads of a row with warm starts, because all of them are examined
+CHUNKS_EXAMINED = tl.constexpr(16)
+MAX_WARM_START_HEADS = tl.constexpr(64)  # of a row, because all of them are examined
 
 
 @triton.jit
@@ -307,14 +307,14 @@ def decays_to_zero(log_norm, HV, begin, stop, turns, REVERSE: tl.constexpr):
 
 @triton.jit
 def all_decay_to_zero(log_norm, HV, begin, stop, ranges, REVERSE: tl.constexpr):
-    """Whether the states of all heads decay to zero in a segment's last `ASKED` chunks.
+    """Whether the states of all heads decay to zero in a segment's last `CHUNKS_EXAMINED` chunks.
 
-    With `REVERSE`, in the first `ASKED` chunks. ``log_norm [chunks, HV]`` has all heads, and `ranges` are as in
-    `chunks_to_pass`. A head whose log-norm bound is NaN does not prevent a warm start. Its NaN still reaches
+    With `REVERSE`, in the first `CHUNKS_EXAMINED` chunks. ``log_norm [chunks, HV]`` has all heads, and `ranges` are
+    as in `chunks_to_pass`. A head whose log-norm bound is NaN does not prevent a warm start. Its NaN still reaches
     the next segment: `decays_to_zero` is false for that head, so the state is passed through the whole segment.
     """
     _, asked, heads = ranges
-    chunk = ((begin if REVERSE else tl.maximum(begin, stop - ASKED)) + asked)[:, None]
+    chunk = ((begin if REVERSE else tl.maximum(begin, stop - CHUNKS_EXAMINED)) + asked)[:, None]
     is_head = heads < HV
     of_chunks = tl.load(
         log_norm + chunk * HV + heads[None, :], mask=(chunk < stop) & is_head[None, :], other=0.0
@@ -375,8 +375,8 @@ def chunks_to_pass(
     Also whether this program reaches the end of the row, and the number on the diagonal of the matrix at
     which an `IDENTITY` pass starts: 0 if every state decays to zero in the segment. A pass for `ENDS`
     computes the segment's transition: the state reached from zero or, with `IDENTITY`, the matrix. `ranges`
-    are three ranges from 0: the 64 chunks that `decays_to_zero` examines at a time; `ASKED` chunks, along the first
-    axis of a matrix; and `HEADS` heads, along its second.
+    are three ranges from 0: the 64 chunks that `decays_to_zero` examines at a time; `CHUNKS_EXAMINED` chunks,
+    along the first axis of a matrix; and `MAX_WARM_START_HEADS` heads, along its second.
     """
     one = 1.0
     is_last = segment == SEGMENTS - 1
@@ -443,7 +443,7 @@ def delta_state_passing_kernel(
     S = _load_parts(None if initial is None else initial + at_end, dv, K, V, BK)
     if log_norm is not None:
         log_norm += row0 * HV
-    ranges = tl.arange(0, 64), tl.arange(0, ASKED), tl.arange(0, HEADS)
+    ranges = tl.arange(0, 64), tl.arange(0, CHUNKS_EXAMINED), tl.arange(0, MAX_WARM_START_HEADS)
     ENDS: tl.constexpr = ends is not None
     begin, stop, is_last, one = chunks_to_pass(
         log_norm, h, HV, segment, SEGMENTS, chunks, begin, stop, ranges, ENDS, IDENTITY, WARM_STARTS
@@ -558,7 +558,7 @@ def delta_backward_state_passing_kernel(
     is_last = segment == 0
     if log_norm is not None:
         log_norm += row0 * HV
-    ranges = tl.arange(0, 64), tl.arange(0, ASKED), tl.arange(0, HEADS)
+    ranges = tl.arange(0, 64), tl.arange(0, CHUNKS_EXAMINED), tl.arange(0, MAX_WARM_START_HEADS)
     if WARM_STARTS and ends is None:
         begin, stop, is_last = chunks_of_program(log_norm, HV, segment, SEGMENTS, chunks, ranges, True)
     elif log_norm is not None:

@@ -28,7 +28,7 @@ class CallGates(NamedTuple):
     factorisable_chunks: Tensor | None = None  # by gates of channels
 
 
-def gates(x: CallOperands, g: Tensor | None) -> CallGates:
+def compute_gates(x: CallOperands, g: Tensor | None) -> CallGates:
     """The sums of gates of heads, and memory for the decays by gates of channels."""
     tokens = x.tokens
     if x.gk is not None:
@@ -37,7 +37,7 @@ def gates(x: CallOperands, g: Tensor | None) -> CallGates:
     return CallGates() if g is None else CallGates(GateSums(*head_decay.sum_gates(tokens, operand(g), None)))
 
 
-def factors(x: CallOperands, plan: Plan, gates: CallGates, with_r: bool = False) -> PassOperands:
+def compute_factors(x: CallOperands, plan: Plan, gates: CallGates, with_r: bool = False) -> PassOperands:
     """The WY factors, `Y` included if the errors `r` of values are to be computed.
 
     With gates of channels, the factors that read the state are the decayed queries and keys.

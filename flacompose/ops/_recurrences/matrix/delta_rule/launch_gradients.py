@@ -27,10 +27,10 @@ from flacompose.ops._recurrences.matrix.delta_rule.operands import CallOperands,
 from flacompose.ops._recurrences.matrix.delta_rule.plan import Plan
 from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay
 
-ADDED = 2048  # sums over heads that a program of `delta_add_heads_kernel` computes
+SUMS_PER_PROGRAM = 2048  # sums over heads that a program of `delta_add_heads_kernel` computes
 
 
-def gradients(
+def compute_gradients(
     x: CallOperands,
     plan: Plan,
     gates: CallGates,
@@ -125,8 +125,8 @@ def of_heads(
         added = KeyGradients(None, None, None, made.dbeta)
         for name in filter(wants, ("q", "k")):
             sums = tokens.per_token(H, K, dtype=tokens.dtype)
-            sizes = {"size": sums.numel(), "GROUP": tokens.H // H, "K": K, "BLOCK": ADDED}
-            grid = (tile_count(sums.numel(), ADDED),)
+            sizes = {"size": sums.numel(), "GROUP": tokens.H // H, "K": K, "BLOCK": SUMS_PER_PROGRAM}
+            grid = (tile_count(sums.numel(), SUMS_PER_PROGRAM),)
             arguments = {"x": getattr(made, f"d{name}"), "sums": sums, **sizes, "num_warps": 4}
             launch(delta_add_heads_kernel, grid, **arguments)
             added = added._replace(**{f"d{name}": sums})

@@ -60,7 +60,7 @@ from flacompose.ops._launch.launch import launches_into_graph
 from flacompose.ops._launch.operands import block, tile_count
 from flacompose.ops._launch.sequences import MatrixSequences
 from flacompose.ops._recurrences.matrix.channel_decay import cuda as channel_decay
-from flacompose.ops._recurrences.matrix.delta_rule.kernels import ASKED, HEADS
+from flacompose.ops._recurrences.matrix.delta_rule.kernels import CHUNKS_EXAMINED, MAX_WARM_START_HEADS
 from flacompose.ops._recurrences.matrix.delta_rule.operands import CallOperands, Step
 
 # The most heads of values that share keys for which kernels for Hopper add up the gradients of queries, keys
@@ -68,7 +68,7 @@ from flacompose.ops._recurrences.matrix.delta_rule.operands import CallOperands,
 # the kernels' own error.
 LARGEST_GROUP = 4
 # How many programs of `hopper_head_backward_kernel` a Hopper chip runs at a time, by the size of heads.
-AT_ONCE = {64: 264, 128: 132}
+RESIDENT_PROGRAMS = {64: 264, 128: 132}
 
 
 class Passing(NamedTuple):
@@ -127,7 +127,7 @@ def plan_of(x: CallOperands, form: str, do: Tensor | None = None, with_keys: boo
         # So many programs share the values of a state where programs are few.
         tiles = 1 if takes_inverses else tile_count(x.tokens.V, 64)
         warm_starts = warm_start_count(x.tokens.chunks_of_row, x.tokens.N * x.tokens.H * tiles)
-    passing = state_passing(x.tokens, warm_starts, takes_inverses)
+    passing = plan_state_passing(x.tokens, warm_starts, takes_inverses)
     takes_log_norms = decays and (passing.is_split or passing.has_warm_starts)
     gradients = GradientPlan()
     if do is not None:
@@ -162,7 +162,7 @@ def _factors(x: CallOperands, forward: bool) -> tuple[tuple[Step, ...], bool]:
     ), False
 
 
-def state_passing(
+def plan_state_passing(
     tokens: MatrixSequences, warm_starts: int = 1, takes_inverses: bool = False, low_rank: bool = False
 ) -> Passing:
     """The plan of state passing, with so many segments of warm starts if a row is not long enough for others."""
@@ -246,9 +246,11 @@ def _passes_states(x: CallOperands, passing: Passing) -> bool:
     programs = tokens.N * tokens.H * passing.segments
     if not x.reads_by_key or passing.has_warm_starts or tokens.cu_seqlens is not None:
         return False
-    if K != tokens.V or tokens.H > LARGEST_GROUP * H or not isinstance(programs, int) or K not in AT_ONCE:
+    if K != tokens.V or tokens.H > LARGEST_GROUP * H or not isinstance(programs, int):
         return False
-    return programs >= 0.9 * AT_ONCE[K] * tile_count(programs, AT_ONCE[K])
+    if K not in RESIDENT_PROGRAMS:
+        return False
+    return programs >= 0.9 * RESIDENT_PROGRAMS[K] * tile_count(programs, RESIDENT_PROGRAMS[K])
 
 
 def _channel_gradients(x: CallOperands, do: Tensor) -> GradientPlan:
@@ -277,15 +279,15 @@ def _channel_gradients(x: CallOperands, do: Tensor) -> GradientPlan:
 def warm_start_count(chunks: int, programs: int) -> int:
     """The number of segments of a row of `chunks` with warm starts, if `programs` process all rows uncut.
 
-    The segments are as many as fill a large chip, and have at least twice the `ASKED` chunks. A row is cut
-    only if the programs, and so the heads of a row, are at most `HEADS`. Unlike the number of segments that
-    are joined by their transitions, it may depend on the batch size: a finite state below 2^43 that decays to
-    zero changes no bit of the results, wherever a segment starts. Only a warm start drops a larger state.
+    The segments are as many as fill a large chip, and have at least twice the `CHUNKS_EXAMINED` chunks. A row is
+    cut only if the programs, and so the heads of a row, are at most `MAX_WARM_START_HEADS`. Unlike the number of
+    segments that are joined by their transitions, it may depend on the batch size: a finite state below 2^43 that
+    decays to zero changes no bit of the results, wherever a segment starts. Only a warm start drops a larger state.
     The number is 1 for sizes that the compiler does not know.
     """
     if not isinstance(chunks, int) or not isinstance(programs, int):
         return 1
-    return max(1, min(chunks // (2 * ASKED.value), 2 * HEADS.value // programs))
+    return max(1, min(chunks // (2 * CHUNKS_EXAMINED.value), 2 * MAX_WARM_START_HEADS.value // programs))
 
 
 def are_few(states: int, V: int) -> bool:

@@ -27,8 +27,7 @@ from flacompose.ops._launch.row_split import Segments
 from flacompose.ops._launch.sequences import MatrixSequences
 from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.matrix.gates_of_heads import head_gate_gradient_kernel, head_gate_sum_kernel
-from flacompose.ops._recurrences.matrix.head_decay import plan
-from flacompose.ops._recurrences.matrix.head_decay.gradients import Made, Vectors, head_decay_gradient_kernel
+from flacompose.ops._recurrences.matrix.head_decay import gradients, plan
 from flacompose.ops._recurrences.matrix.head_decay.kernels import (
     Around,
     Gates,
@@ -62,7 +61,7 @@ def ends(inputs: Inputs) -> tuple[Tensor, ...]:
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     wants, inputs = call.wants, call.inputs
-    q, k, v, g, beta = inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta
+    q, k, v, g = inputs.q, inputs.k, inputs.v, inputs.g
     has_gate_gradients = wants("g", "g_gamma", "beta")
     launches = launches_of(inputs, has_gate_gradients, fine=wants("g_gamma"))
     tokens = launches.tokens
@@ -96,7 +95,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     if has_gate_gradients:
         assert S is not None and dS is not None
         dtype = torch.float32 if g is None or wants("g_gamma") else g.dtype
-        dg, dbeta = launches.gradients(q, k, v, do, S, dS, dq, dk, dtype, beta if wants("beta") else None)
+        dg, dbeta = launches.compute_gradients(q, k, v, do, S, dS, dq, dk, dtype, call.wanted_input("beta"))
     return call.made(
         q=launches.summed_of_keys(dq, inputs.q),
         k=launches.summed_of_keys(dk, inputs.k),
@@ -109,9 +108,9 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 
 
 def launches_of(inputs: Inputs, has_gate_gradients: bool = False, fine: bool = False) -> Launches:
-    """The launches of a call, whose gates are launched here.
+    """The launches of a call. The running sums of its gates are launched here.
 
-    These are one gate per head for all tokens, or running sums of gates, in two parts for float32 products.
+    `Gates` are one gate per head for all tokens, or these sums, in two parts for float32 products.
     """
     chosen = plan.plan_of(inputs, has_gate_gradients, fine)
     tokens = MatrixSequences(inputs.q, inputs.v, inputs.cu_seqlens, inputs.scale, chosen.C)
@@ -209,16 +208,16 @@ class Launches:
             partial = None
             for tile in range(tiles):
                 last, shape = tile == tiles - 1, out.shape[-2:]
-                total = out if last else tokens.per_token(*shape, dtype=torch.float32, every=True)
-                run(total, partial, tile)
-                partial = total
+                sums = out if last else tokens.per_token(*shape, dtype=torch.float32, every=True)
+                run(sums, partial, tile)
+                partial = sums
         else:
             shares = tokens.per_token(tiles, *out.shape[-2:], dtype=torch.float32)
             run(shares)
             first, second = shares.unbind(-3)
             torch.add(first, second, out=out)  # PyTorch's sum over two takes twice as long
 
-    def gradients(
+    def compute_gradients(
         self,
         q: Tensor,
         k: Tensor,
@@ -243,11 +242,11 @@ class Launches:
         d_total = tokens.per_chunk(tokens.H, blocks * tiles)
         d_beta = None if beta is None else tokens.per_chunk((2 + shared) * tiles, tokens.H, plan.C)
         grid = (tiles * blocks * tokens.chunks * (H * plan.parts),)
-        made = Made(dq, dk, d_sums, d_total, d_beta)
-        tensors = Vectors(q, k, v, do, self.beta), self.gates, S, dS, made
+        results = gradients.Results(dq, dk, d_sums, d_total, d_beta)
+        tensors = gradients.Vectors(q, k, v, do, self.beta), self.gates, S, dS, results
         sizes = tokens.arguments | {"H": H, "HV": tokens.H, "K": tokens.K, "V": tokens.V, "C": plan.C}
         sizes |= {"GROUP": group, "SHARED": shared, "FINE": plan.fine}
-        launch(head_decay_gradient_kernel, grid, *tensors, **sizes, **plan.gradient)
+        launch(gradients.head_decay_gradient_kernel, grid, *tensors, **sizes, **plan.gradient)
         dbeta = None if beta is None else tokens.per_token(tokens.H, dtype=beta.dtype)
         kinds, scale = (2 * tiles, tiles, tiles), tokens.arguments["scale"]
         dg = gate_gradient(tokens, d_sums, kinds, d_total, scale, dtype, d_beta, dbeta, blocks, shared)
@@ -285,7 +284,7 @@ def gate_gradient(
 ) -> Tensor:
     """``[B, T, H]``: the gradient of each gate, from the gradients of all sums of it. Fills `dbeta` from `d_beta`.
 
-    `kinds` are the numbers of parts of `d_sums` of the kinds `ENDING`, `BEGINNING` and `LEAVING` of `gates`.
+    `kinds` are the numbers of parts of `d_sums` of the kinds `ENDING`, `BEGINNING` and `LEAVING` of `gates_of_heads`.
     The other parts are `ACROSS`, where a chunk has two `blocks`, or `BETWEEN` where heads are `shared` too.
     """
     (H, D), C = d_total.shape[-2:], sequences.C

@@ -11,13 +11,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from flacompose.ops._recurrences.chunks import Chunks, StatePassing
+from flacompose.ops._recurrences.matrix.cache_block import CacheBlock, HeadGates, Wants
 from flacompose.ops._recurrences.matrix.inputs import Inputs
-from flacompose.ops._recurrences.matrix.segment import HeadGates, Segment, Wants
 
 GATES = ("g", "g_gamma")
 
 
-class HeadDecay(Segment):
+class HeadDecay(CacheBlock):
     """The tokens of a cache block."""
 
     of_states = ("q", *GATES)
@@ -57,8 +57,8 @@ class HeadDecay(Segment):
         if wants("q", "k", *GATES):
             dP = (do @ self.w.mT).tril()
         if wants(*GATES):
-            total = self.gates.total * (S * dS).sum((-2, -1), keepdim=True)
-            made = dict.fromkeys(GATES, self.gates.gradient(dP * P, self.q * dq, self.k * dk, total))
+            d_total = self.gates.total * (S * dS).sum((-2, -1), keepdim=True)
+            made = dict.fromkeys(GATES, self.gates.gradient(dP * P, self.q * dq, self.k * dk, d_total))
         if wants("v", "beta"):
             dw = P.mT @ do + self.write(self.k) @ dS
             made["v"] = dw if self.beta is None else dw * self.beta

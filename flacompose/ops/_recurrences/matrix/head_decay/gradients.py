@@ -34,13 +34,9 @@ from flacompose.ops._tiles.blocks import (
     store_tile,
 )
 
-# The parts of `d_sums`, one of each for every tile of keys. They hold, for each token, the gradients of the
-# sums of gates that end at it and begin in its block, or before its block; that begin after it and end in its
-# block; and that begin after it and end beyond its block. If there are two blocks, the last part holds, for
-# the gates of the other block, the gradients of the sums that contain all of these: from the chunk's start to
-# a token of the second block, and from a token of the first block to the chunk's end. If heads share keys,
-# the sums between tokens of both blocks have a part of their own, for the gates of the token's block, and the
-# other parts do not include them.
+# The parts of `d_sums`, one of each for every tile of keys. `gates_of_heads` explains their kinds. Sums that end at
+# a token have two parts, for sums that begin in the token's block and before it. If there are two blocks, the last
+# part is ACROSS, or BETWEEN if heads share keys too.
 ENDING_IN_BLOCK = tl.constexpr(0)
 ENDING_FROM_BEFORE = tl.constexpr(1)
 BEGINNING_IN_BLOCK = tl.constexpr(2)
@@ -57,7 +53,7 @@ class Vectors(NamedTuple):
     beta: Any  # [tokens, HV]
 
 
-class Made(NamedTuple):
+class Results(NamedTuple):
     dq: Any  # [tokens, HV / GROUP, K], one head for the heads of a program
     dk: Any  # [tokens, HV / GROUP, K], likewise
     d_sums: Any  # [chunks, PARTS, HV, C], for `head_gate_gradient_kernel`, like the next two
@@ -179,18 +175,18 @@ def _through_other_block(
     As within a block, the pairs of all heads are added up first.
     """
     scale, block, size, d, H, HV = place
-    t, u = block * BC + tl.arange(0, BC), (1 - block) * BC + tl.arange(0, BC)
-    others_ = load_tile(others, u, size, 0, d, H, K)
+    t, other_t = block * BC + tl.arange(0, BC), (1 - block) * BC + tl.arange(0, BC)
+    others_ = load_tile(others, other_t, size, 0, d, H, K)
     products = dot(own, tl.trans(others_), DOT)
-    joint = tl.zeros([BC, BC], dtype=tl.float32)
+    all_pairs = tl.zeros([BC, BC], dtype=tl.float32)
     for head in range(GROUP):
         at = head * C
         pairs = _pairs(
-            x + head * V, y + head * V, sums, rest, at, scale, t, u, size, HV, V, BC, BV, DOT, BACKWARDS
+            x + head * V, y + head * V, sums, rest, at, scale, t, other_t, size, HV, V, BC, BV, DOT, BACKWARDS
         )
         if beta is not None:
-            written = t if BACKWARDS else u
-            beta_ = tl.load(beta + written * HV + head, mask=written < size, other=0.0).to(tl.float32)
+            writers = t if BACKWARDS else other_t
+            beta_ = tl.load(beta + writers * HV + head, mask=writers < size, other=0.0).to(tl.float32)
             if not BACKWARDS:
                 pairs *= beta_[None, :]
         between = tl.sum(pairs * products, 1)
@@ -201,8 +197,8 @@ def _through_other_block(
                 pairs *= beta_[:, None]
                 between *= beta_
         tl.store(d_sums + at + t, between)
-        joint += pairs
-    return split_dot(joint, others_, DOT)
+        all_pairs += pairs
+    return split_dot(all_pairs, others_, DOT)
 
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
@@ -211,7 +207,7 @@ def head_decay_gradient_kernel(
     gates,  # `Gates` of `kernels`: sums [chunks, HV, C], and no gamma
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it: the gradient, without `scale`
-    made,  # `Made`
+    results,  # `Results`
     cu_seqlens,
     T,
     N,
@@ -237,7 +233,7 @@ def head_decay_gradient_kernel(
     """
     q, k, v, do, beta = vectors
     sums, rest = gates.sums, gates.rest
-    dq, dk, d_sums, d_total, d_beta = made
+    dq, dk, d_sums, d_total, d_beta = results
     TILES: tl.constexpr = (K + BK - 1) // BK
     BLOCKS: tl.constexpr = C // BC
     PARTS: tl.constexpr = (3 + BLOCKS) * TILES
@@ -260,9 +256,8 @@ def head_decay_gradient_kernel(
     q_ = load_tile(q, t, size, 0, d, H, K)
     k_ = load_tile(k, t, size, 0, d, H, K)
 
-    # 1. Through the block's own tokens: the matrix that multiplies keys, and transposed queries, over all
-    # heads.
-    joint = tl.zeros([BC, BC], dtype=tl.float32)
+    # 1. Through the block's own tokens: the matrix, summed over heads, that multiplies keys and, transposed, queries.
+    all_pairs = tl.zeros([BC, BC], dtype=tl.float32)
     products = dot(q_, tl.trans(k_), DOT)
     for head in range(GROUP):
         hv = first + head
@@ -276,7 +271,7 @@ def head_decay_gradient_kernel(
             beta_ = tl.load(beta + (lo + t) * HV + hv, mask=t < size, other=0.0).to(tl.float32)
             pairs *= beta_[None, :]
             d_pairs *= beta_[None, :]
-        joint += pairs
+        all_pairs += pairs
         # No gate decays the pair of a token with itself, which would drown the others in the gate's gradient.
         d_pairs = tl.where(t[:, None] > t[None, :], d_pairs, 0.0)
         tl.store(_at(d_sums, row, ENDING_IN_BLOCK * TILES + tile, PARTS, hv, HV, t, C), tl.sum(d_pairs, 1))
@@ -322,7 +317,7 @@ def head_decay_gradient_kernel(
             _at(d_sums, row, ENDING_FROM_BEFORE * TILES + tile, PARTS, hv, HV, t, C), tl.sum(through * q_, 1)
         )
     if dq is not None:
-        acc = split_dot(joint, k_, DOT, acc)
+        acc = split_dot(all_pairs, k_, DOT, acc)
         store_tile(dq + (lo * (HV // GROUP) + group) * K, acc * scale, t, size, 0, d, HV // GROUP, K)
 
     # 3. Through the state after the chunk, decayed to its end, and the block after this one.
@@ -366,6 +361,6 @@ def head_decay_gradient_kernel(
         acc += through
         tl.store(_at(d_sums, row, LEAVING_BLOCK * TILES + tile, PARTS, hv, HV, t, C), d_leaving)
     if dk is not None:
-        acc = split_dot(tl.trans(joint), q_, DOT, acc)
+        acc = split_dot(tl.trans(all_pairs), q_, DOT, acc)
         acc *= tl.where(scale == 0.0, 1.0, scale)
         store_tile(dk + (lo * (HV // GROUP) + group) * K, acc, t, size, 0, d, HV // GROUP, K)

@@ -152,8 +152,8 @@ def head_decay_state_passing_kernel(
     the state is a product in two parts, which keeps more digits: the gradient of `gamma` is a sum over all
     tokens, whose terms nearly cancel.
 
-    The tile is held transposed, as the left factor of products, which stays in registers, and as a tuple of
-    parts of `BP` rows, so that the registers hold one part at a time in the dtype of products.
+    The tile is held transposed, because the left factor of a product stays in registers. It is a tuple of parts
+    of `BP` rows, so that the registers hold one part at a time in the dtype of products.
     """
     a, b, x, beta = vectors
     gamma, sums, rest = gates
@@ -217,9 +217,9 @@ def head_decay_state_passing_kernel(
         within = chunk * C % CS  # tokens of the larger chunk before this one
         start = lo + chunk * C
         remaining = (hi - start).to(tl.int32)
-        written = remaining
+        writers_left = remaining
         if REVERSE:
-            written = tl.where(scale == 0.0, 0, remaining)
+            writers_left = tl.where(scale == 0.0, 0, remaining)
         # 2. The decays of the chunk: between its tokens, from its start and to its end.
         if gamma is not None:
             last = tl.minimum(remaining, C)
@@ -270,7 +270,7 @@ def head_decay_state_passing_kernel(
         at_ab = (start * HA + ha) * D1
         for part in tl.static_range(PARTS):
             d1, at, inside = _part(row1 + part * BP, d2, D1, D2, axes.stride1, axes.stride2, BP)
-            b_ = _load_vectors(b, at_ab, HA, d1, D1, BD1, t, written)
+            b_ = _load_vectors(b, at_ab, HA, d1, D1, BD1, t, writers_left)
             writers += (b_,)
             if before is not None:
                 if first:

@@ -15,9 +15,7 @@ from flacompose.ops._recurrences.matrix.inputs import Inputs
 class Plan(NamedTuple):
     """The choices of one call."""
 
-    has_gate_gradients: (
-        bool  # whether `g`, `g_gamma` or `beta` get gradients, from the state before each chunk
-    )
+    has_gate_gradients: bool  # of `g`, `g_gamma` or `beta`, from the state before each chunk
     fine: bool  # whether these states are float32, although the inputs are bfloat16
     step: int  # tokens of a step of state passing
     C: int  # tokens of a chunk
@@ -51,8 +49,7 @@ def head_parts(group: int) -> int:
 def step_size(bfloat16: bool, D: int, gated: bool) -> int:
     """The number of tokens in one step of state passing; `D` is the larger head size.
 
-    It is 64 where there is room: gates and larger states need registers, and the pipeline's operands need 160
-    KiB.
+    It is 64 where there is room: gates and larger states need registers, and the pipeline's operands 160 KiB.
     """
     return 32 if not bfloat16 or gated or D > 128 else 64
 
@@ -79,27 +76,15 @@ def chunk_size(
 def state_passing_config(chip: Chip, bfloat16: bool, C: int, D1: int, D2: int) -> dict[str, int]:
     """Block sizes of the contracted axis, of the other, and of the parts of the former; warps, pipeline stages.
 
-    In bfloat16, tiles of the contracted axis have equal sizes, multiples of 64, so that there is little
-    padding.
+    In bfloat16, tiles of the contracted axis have equal sizes, multiples of 64, so that there is little padding.
     """
     if not bfloat16:
-        BD1 = block(D1, 256)
-        return {
-            "BD1": BD1,
-            "BD2": 16 if D1 > 128 else 32,
-            "BP": min(BD1, 64),
-            "num_warps": 4,
-            "num_stages": 1,
-        }
+        BD1, BD2 = block(D1, 256), 16 if D1 > 128 else 32
+        return {"BD1": BD1, "BD2": BD2, "BP": min(BD1, 64), "num_warps": 4, "num_stages": 1}
     BD2 = 128 if C == 64 and D2 > 64 and not chip.is_small else 64
+    BD1 = 64 * tile_count(D1, 64 * tile_count(D1, 256))
     stages = 2 if C == 64 and chip.is_small else 3
-    return {
-        "BD1": 64 * tile_count(D1, 64 * tile_count(D1, 256)),
-        "BD2": BD2,
-        "BP": 64,
-        "num_warps": BD2 // 16,
-        "num_stages": stages,
-    }
+    return {"BD1": BD1, "BD2": BD2, "BP": 64, "num_warps": BD2 // 16, "num_stages": stages}
 
 
 def gradient_config(chip: Chip, bfloat16: bool, K: int, fine: bool) -> dict[str, int]:

@@ -32,7 +32,7 @@ from flacompose.ops._recurrences.matrix.channel_decay.cuda import CHUNK
 from flacompose.ops._recurrences.matrix.delta_rule import launch_state_passing as state_passing
 from flacompose.ops._recurrences.matrix.delta_rule.arguments import ChunkDecays, WYFactors
 from flacompose.ops._recurrences.matrix.delta_rule.launch_state_passing import PassOperands, scratch
-from flacompose.ops._recurrences.matrix.delta_rule.plan import state_passing as plan_state_passing
+from flacompose.ops._recurrences.matrix.delta_rule.plan import plan_state_passing
 from flacompose.ops._recurrences.matrix.inputs import Inputs
 from flacompose.ops._recurrences.matrix.low_rank import plan
 from flacompose.ops._recurrences.matrix.low_rank.gradients import (
@@ -55,7 +55,7 @@ def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
     launches = _Launches(inputs)
     tokens = launches.tokens
-    factors = launches.factors()
+    factors = launches.compute_factors()
     o, final_state = tokens.per_token(tokens.H, tokens.V, dtype=inputs.v.dtype), tokens.state(torch.float32)
     state_passing.forwards(factors, o=o, final=final_state)
     return tokens.batched(o), final_state
@@ -63,20 +63,20 @@ def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 def ends(inputs: Inputs) -> tuple[Tensor, ...]:
     """``(end [N, H, K, V], matrix [N, H, K, K])``."""
-    return state_passing.transition(_Launches(inputs._replace(initial_state=None)).factors())
+    return state_passing.transition(_Launches(inputs._replace(initial_state=None)).compute_factors())
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
-    of_vectors = call.wants(*OF_KEYS, "gk")
+    wants_vectors = call.wants(*OF_KEYS, "gk")
     launches = _Launches(call.inputs)
     tokens = launches.tokens
-    factors = launches.factors(backward=of_vectors)
+    factors = launches.compute_factors(backward=wants_vectors)
     do, d_final_state = operand(call.do), operand(call.arriving.final_state)
     start = call.wanted_input("initial_state")
     d_initial_state = None if start is None else tokens.state(start.dtype)
     dv = tokens.per_token(tokens.H, tokens.V, dtype=tokens.dtype)
-    if not of_vectors:
+    if not wants_vectors:
         state_passing.backwards(factors, do, d_final_state, dv=dv, d_initial=d_initial_state)
         return call.made(v=tokens.batched(dv), initial_state=d_initial_state)
     u, du = scratch(tokens, tokens.V), scratch(tokens, tokens.V)
@@ -88,8 +88,8 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         state_passing.forwards(factors, r=u, states=S)
         state_passing.backwards(factors, do, d_final_state, **backwards)
     del factors  # which only state passing needs
-    made = launches.gradients(do, u, du, S, dS, gates=call.wants("gk"))
-    return call.made(**made, v=tokens.batched(dv), initial_state=d_initial_state)
+    gradients = launches.compute_gradients(do, u, du, S, dS, gates=call.wants("gk"))
+    return call.made(**gradients, v=tokens.batched(dv), initial_state=d_initial_state)
 
 
 class _Launches:
@@ -109,18 +109,14 @@ class _Launches:
         self.at_middle = self.vectors._replace(gk=None)
         self.factorisable_tiles: Tensor | None = None
 
-    def factors(self, backward: bool = False) -> PassOperands:
+    def compute_factors(self, backward: bool = False) -> PassOperands:
         """The operands of state passing and, for the `backward`, the vectors of the gradient kernels."""
         tokens = self.tokens
         P, *stored = (tokens.per_chunk(tokens.H, tokens.C, tokens.C, dtype=tokens.dtype) for _ in range(4))
         products = Products(*stored, *(x.new_empty(x.shape) if tokens.bfloat16 else None for x in stored))
         marks = tokens.per_chunk(tokens.H, dtype=torch.int8) if self.gated else None
-        tensors: dict[str, Any] = {
-            "vectors": self.vectors,
-            "products": products,
-            "factorisable_chunks": marks,
-            "K": tokens.K,
-        }
+        tensors: dict[str, Any] = {"vectors": self.vectors, "products": products}
+        tensors |= {"factorisable_chunks": marks, "K": tokens.K}
         launch_by_gates(
             low_rank_product_kernel,
             tokens.chunks * tokens.H,
@@ -130,30 +126,30 @@ class _Launches:
             plan.pair_config(tokens.bfloat16, tokens.K),
             gated=self.gated,
         )
-        made = Factors(*(scratch(tokens, tokens.K) for _ in Factors._fields))
+        factors = Factors(*(scratch(tokens, tokens.K) for _ in Factors._fields))
         self.pairs: dict[str, Tensor] = {"Y": products.Y, "X": products.X}
         config = plan.factor_config(tokens.bfloat16)
         tiles = tile_count(tokens.K, config["BK"])
-        middle = Vectors(*[None] * 4)
-        total = tokens.per_chunk(tokens.H, tokens.K) if self.gated else None
+        at_middle = Vectors(*[None] * 4)
+        decay = tokens.per_chunk(tokens.H, tokens.K) if self.gated else None
         if self.gated and backward:
-            middle = self.at_middle = Vectors(*(scratch(tokens, tokens.K) for _ in OF_KEYS))
+            at_middle = self.at_middle = Vectors(*(scratch(tokens, tokens.K) for _ in OF_KEYS))
             self.factorisable_tiles = tokens.per_chunk(tokens.H, tiles, dtype=torch.int8)
-        tensors |= {"factors": made, "middle": middle, "factorisable_tiles": self.factorisable_tiles}
+        tensors |= {"factors": factors, "at_middle": at_middle, "factorisable_tiles": self.factorisable_tiles}
         launch_by_gates(
             low_rank_factor_kernel,
             tiles * tokens.chunks * tokens.H,
-            {**tensors, "total": total},
+            {**tensors, "chunk_decay": decay},
             self.order,
             self.common,
             config,
             gated=self.gated,
         )
         passing, (v, v_token) = plan_state_passing(tokens, low_rank=True), self.v_by_token
-        wy = WYFactors(made.Q, made.W_a, made.W, made.b_write, P, products.M)
-        return PassOperands(tokens, passing, v, v_token, self.initial, wy, ChunkDecays(total=total))
+        wy = WYFactors(factors.Q, factors.W_a, factors.W, factors.b_write, P, products.M)
+        return PassOperands(tokens, passing, v, v_token, self.initial, wy, ChunkDecays(total=decay))
 
-    def gradients(
+    def compute_gradients(
         self, do: Tensor, u: Tensor, du: Tensor, S: Tensor, dS: Tensor, gates: bool
     ) -> dict[str, Tensor]:
         """The gradients of all vectors and, if wanted, of gates, by the names of the inputs."""
@@ -183,13 +179,13 @@ class _Launches:
         self.pairs.clear()
         config = plan.gradient_config(tokens.chip, tokens.bfloat16, tokens.V)
         tiles = tile_count(K, config["BK"])
-        made = {name: tokens.per_token(H, K, dtype=tokens.dtype) for name in OF_KEYS}
-        of_writes = None
+        gradients = {name: tokens.per_token(H, K, dtype=tokens.dtype) for name in OF_KEYS}
+        dgk_part = None
         if gates:
             gk = self.vectors.gk
             assert gk is not None
-            made["gk"] = tokens.per_token(H, K, dtype=gk.dtype)
-            of_writes = torch.empty(*tokens.tokens, H, K, dtype=torch.float32, device=tokens.device)
+            gradients["gk"] = tokens.per_token(H, K, dtype=gk.dtype)
+            dgk_part = torch.empty(*tokens.tokens, H, K, dtype=torch.float32, device=tokens.device)
         for kernel, more, filled in (
             (low_rank_write_gradient_kernel, {"u": u, "v": self.values, "d_states": dS}, ("b", "k")),
             (low_rank_read_gradient_kernel, {"do": do, "z": z, "scale": self.scale}, ("q", "a", "gk")),
@@ -197,19 +193,16 @@ class _Launches:
             launch_by_gates(
                 kernel,
                 tiles * tokens.chunks * H,
-                {
-                    "vectors": self.vectors,
-                    "middle": self.at_middle,
-                    "factorisable_tiles": self.factorisable_tiles,
-                },
+                {"vectors": self.vectors, "at_middle": self.at_middle},
+                {"factorisable_tiles": self.factorisable_tiles},
                 more,
                 products,
-                {"states": S, "of_writes": of_writes},
-                {f"d{name}": made.get(name) for name in filled},
+                {"states": S, "dgk_part": dgk_part},
+                {f"d{name}": gradients.get(name) for name in filled},
                 {"K": K, "V": tokens.V},
                 self.order,
                 self.common,
                 config,
                 gated=self.gated,
             )
-        return {name: tokens.batched(x) for name, x in made.items()}
+        return {name: tokens.batched(x) for name, x in gradients.items()}

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from flacompose._torch import pytree
 from flacompose.ops._recurrences.chunks import Chunks, StatePassing
+from flacompose.ops._recurrences.matrix.cache_block import CacheBlock, ChannelGates, HeadGates, Wants, inverse
 from flacompose.ops._recurrences.matrix.inputs import Inputs
-from flacompose.ops._recurrences.matrix.segment import ChannelGates, HeadGates, Segment, Wants, inverse
 
 
-class LowRank(Segment):
+class LowRank(CacheBlock):
     """The tokens of a cache block, and the transition of each chunk."""
 
     of_states = ("q", "a", "k", "b", "gk")
@@ -68,31 +68,29 @@ class LowRank(Segment):
             made["v"] = self.A_qk.mT @ do + self.A_ak.mT @ z + self.k_write @ dS
         if not states:
             return made
-        # Two reads of the state, by queries, with the gradient do, and by `a`, with z; two writes, by `b` and by
-        # keys.
         S, u = states
         dq_read = self.read(do @ S.mT)
-        of_qb = gates.pair_gradient(self.q, self.b, self.A_qb, (do @ u.mT).tril())
-        of_qk = gates.pair_gradient(self.q, self.k, self.A_qk, (do @ self.v.mT).tril())
+        through_qb = gates.pair_gradient(self.q, self.b, self.A_qb, (do @ u.mT).tril())
+        through_qk = gates.pair_gradient(self.q, self.k, self.A_qk, (do @ self.v.mT).tril())
         if wants("q"):
-            made["q"] = (dq_read + of_qb.a + of_qk.a) * self.inputs.scale
+            made["q"] = (dq_read + through_qb.a + through_qk.a) * self.inputs.scale
         if not wants("a", "k", "b", "gk"):
             return made
         da_read = self.read_a(z @ S.mT)
         db_write, dk_write = self.write(u @ dS.mT), self.write(self.v @ dS.mT)
-        of_ab = self.gates_of_a.pair_gradient(self.a, self.b, self.A_ab, (z @ u.mT).tril(-1))
-        of_ak = self.gates_of_a.pair_gradient(self.a, self.k, self.A_ak, (z @ self.v.mT).tril(-1))
-        made["a"] = da_read + of_ab.a + of_ak.a
-        made["b"] = db_write + of_qb.b + of_ab.b
-        made["k"] = dk_write + of_qk.b + of_ak.b
+        through_ab = self.gates_of_a.pair_gradient(self.a, self.b, self.A_ab, (z @ u.mT).tril(-1))
+        through_ak = self.gates_of_a.pair_gradient(self.a, self.k, self.A_ak, (z @ self.v.mT).tril(-1))
+        made["a"] = da_read + through_ab.a + through_ak.a
+        made["b"] = db_write + through_qb.b + through_ab.b
+        made["k"] = dk_write + through_qk.b + through_ak.b
         if wants("gk"):
-            of_q, of_a = (
+            exponents_q, exponents_a = (
                 pytree.tree_map(torch.add, x.exponents, y.exponents)
-                for x, y in ((of_qb, of_qk), (of_ab, of_ak))
+                for x, y in ((through_qb, through_qk), (through_ab, through_ak))
             )
-            total = gates.total * (S * dS).sum(-1).unsqueeze(-2)
+            d_total = gates.total * (S * dS).sum(-1).unsqueeze(-2)
             writes, reads_of_a = self.b * db_write + self.k * dk_write, self.a * da_read
-            zeros = torch.zeros_like(writes), torch.zeros_like(total)
-            made["gk"] = gates.gradient(of_q, self.q * dq_read, writes, total)
-            made["gk"] = made["gk"] + self.gates_of_a.gradient(of_a, reads_of_a, *zeros)
+            zeros = torch.zeros_like(writes), torch.zeros_like(d_total)
+            made["gk"] = gates.gradient(exponents_q, self.q * dq_read, writes, d_total)
+            made["gk"] = made["gk"] + self.gates_of_a.gradient(exponents_a, reads_of_a, *zeros)
         return made

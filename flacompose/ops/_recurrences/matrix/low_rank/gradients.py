@@ -3,18 +3,18 @@
 The state has two reads: by queries, with the gradient do, and by `a`, with the gradient ``z``. It has two
 writes: by `b`, of the reads ``u`` of `a`, and by keys, of the values. S is the state before a chunk, dS the
 gradient of the state after it, and ``D[t, s]`` the sum of the gates ``s + 1`` to `t`, one number for each
-channel. The gradient of a vector has a part from the state, and one from its pairs with the readers of its
-write, or with the writers of its read. `low_rank_product_gradient_kernel` computes the gradients of the products of
-pairs, which are the same for all channels:
+channel. The gradient of a vector has two parts: one through the state, and one through the products of this
+vector with the other vectors of its chunk. `low_rank_product_gradient_kernel` computes the gradients of these
+products, which are the same for all channels:
 
-    of_qb[t, s] = scale * do_t . u_s        of_qk[t, s] = scale * do_t . v_s        for s <= t
-    of_ab[t, s] = z_t . u_s                 of_ak[t, s] = z_t . v_s                 for s < t
+    dA_qb[t, s] = scale * do_t . u_s        dA_qk[t, s] = scale * do_t . v_s        for s <= t
+    dA_ab[t, s] = z_t . u_s                 dA_ak[t, s] = z_t . v_s                 for s < t
 
 `low_rank_write_gradient_kernel` multiplies them by the reading vectors, and `low_rank_read_gradient_kernel`
 by the writing ones:
 
-    db_s = exp(D[end, s]) dS u_s           + sum over t of exp(D[t, s]) (of_qb[t, s] q_t + of_ab[t, s] a_t)
-    dq_t = scale * exp(D[t, start]) S do_t + sum over s of exp(D[t, s]) (of_qb[t, s] b_s + of_qk[t, s] k_s)
+    db_s = exp(D[end, s]) dS u_s           + sum over t of exp(D[t, s]) (dA_qb[t, s] q_t + dA_ab[t, s] a_t)
+    dq_t = scale * exp(D[t, start]) S do_t + sum over s of exp(D[t, s]) (dA_qb[t, s] b_s + dA_qk[t, s] k_s)
 
 and likewise for keys and for `a`, where the sums to a read by `a` end before the token's own gate, if `a`
 reads before the decay.
@@ -31,8 +31,8 @@ in two parts: with factorisable gates both are multiplied in bfloat16, otherwise
 is one part where products are in float32.
 
 With factorisable gates, the kernels accumulate for each token and channel the gradient of the sum of gates
-from the chunk's middle to that token. The last early token has no gate in that sum, so its row holds the
-gradient that all early gates share. The last sum contains all late gates.
+from the chunk's middle to that token. The sum of token C / 2 - 1 is empty, so its row is used for the gradient
+that all gates of the first half share. The sum of the last token contains all gates of the second half.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def low_rank_product_gradient_kernel(
     Y,  # [chunks, H, C, C], transposed
     X,  # [chunks, H, C, C], transposed
     pairs,  # [chunks, H, 1 + PARTS, 2, C, C]: of q, of a in `PARTS` parts, with b and k; no diagonals
-    diagonal,  # [chunks, H, 2, C]: the diagonals of `of_qb` and `of_qk`
+    diagonal,  # [chunks, H, 2, C]: the diagonals of `dA_qb` and `dA_qk`
     cu_seqlens,
     T,
     N,
@@ -91,8 +91,8 @@ def low_rank_product_gradient_kernel(
     i = tl.arange(0, C)
     t, s = i[:, None], i[None, :]
     size = size_of_chunk(lo, hi, C)
-    of_b = tl.zeros([C, C], dtype=tl.float32)
-    of_k = tl.zeros([C, C], dtype=tl.float32)
+    dA_b = tl.zeros([C, C], dtype=tl.float32)
+    dA_k = tl.zeros([C, C], dtype=tl.float32)
     for v0 in range(0, V, BV):
         d = v0 + tl.arange(0, BV)
         at = i, size, 0, d, H, V
@@ -101,47 +101,47 @@ def low_rank_product_gradient_kernel(
             x = dot(tl.load(X + rh * C * C + t * C + s), load_tile(do + first, *at), DOT) * scale
             x += dot(tl.load(Y + rh * C * C + t * C + s), load_tile(du + first, *at), DOT)
             store_tile(z + first, x, *at)
-        of_b += dot(x, tl.trans(load_tile(u + first, *at)), DOT)
-        of_k += dot(x, tl.trans(load_tile(v + first, *at)), DOT)
+        dA_b += dot(x, tl.trans(load_tile(u + first, *at)), DOT)
+        dA_k += dot(x, tl.trans(load_tile(v + first, *at)), DOT)
     if reader == 0:
-        tl.store(diagonal + rh * 2 * C + i, tl.sum(tl.where(s == t, of_b, 0.0), 1))
-        tl.store(diagonal + (rh * 2 + 1) * C + i, tl.sum(tl.where(s == t, of_k, 0.0), 1))
-    of_b = tl.where(s < t, of_b, 0.0)
-    of_k = tl.where(s < t, of_k, 0.0)
+        tl.store(diagonal + rh * 2 * C + i, tl.sum(tl.where(s == t, dA_b, 0.0), 1))
+        tl.store(diagonal + (rh * 2 + 1) * C + i, tl.sum(tl.where(s == t, dA_k, 0.0), 1))
+    dA_b = tl.where(s < t, dA_b, 0.0)
+    dA_k = tl.where(s < t, dA_k, 0.0)
     PARTS: tl.constexpr = 1 if DOT == tl.float32 else 2
     pairs += (rh * (2 + 2 * PARTS) + reader * 2) * C * C + t * C + s
-    rounded_b = of_b.to(pairs.dtype.element_ty)
-    rounded_k = of_k.to(pairs.dtype.element_ty)
+    rounded_b = dA_b.to(pairs.dtype.element_ty)
+    rounded_k = dA_k.to(pairs.dtype.element_ty)
     tl.store(pairs, rounded_b)
     tl.store(pairs + C * C, rounded_k)
     if reader == 1 and PARTS == 2:
-        tl.store(pairs + 2 * C * C, (of_b - rounded_b).to(pairs.dtype.element_ty))
-        tl.store(pairs + 3 * C * C, (of_k - rounded_k).to(pairs.dtype.element_ty))
+        tl.store(pairs + 2 * C * C, (dA_b - rounded_b).to(pairs.dtype.element_ty))
+        tl.store(pairs + 3 * C * C, (dA_k - rounded_k).to(pairs.dtype.element_ty))
 
 
 @triton.jit
-def _of_state(x, y, S, size, H, V: tl.constexpr, d, K: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
+def _state_dots(x, y, S, size, H, V: tl.constexpr, d, K: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
     """``x S^T`` and ``y S^T`` of ``x, y [C, V]`` and the rows `d` of ``S [K, V]``."""
     i = tl.arange(0, C)
-    of_x = tl.zeros([C, d.shape[0]], dtype=tl.float32)
-    of_y = tl.zeros([C, d.shape[0]], dtype=tl.float32)
+    x_S = tl.zeros([C, d.shape[0]], dtype=tl.float32)
+    y_S = tl.zeros([C, d.shape[0]], dtype=tl.float32)
     for v0 in range(0, V, BV):
         d2 = v0 + tl.arange(0, BV)
         S_ = load_state(S, d, d2, K, V)
-        of_x += dot(load_tile(x, i, size, 0, d2, H, V), S_, DOT)
-        of_y += dot(load_tile(y, i, size, 0, d2, H, V), S_, DOT)
-    return of_x, of_y
+        x_S += dot(load_tile(x, i, size, 0, d2, H, V), S_, DOT)
+        y_S += dot(load_tile(y, i, size, 0, d2, H, V), S_, DOT)
+    return x_S, y_S
 
 
 @triton.jit
-def _two_dots(of_x, of_y, pairs, stride, vectors, DOT: tl.constexpr):
-    of_x += dot(tl.load(pairs), vectors, DOT)
-    of_y += dot(tl.load(pairs + stride), vectors, DOT)
-    return of_x, of_y
+def _two_dots(x_sum, y_sum, pairs, stride, vectors, DOT: tl.constexpr):
+    x_sum += dot(tl.load(pairs), vectors, DOT)
+    y_sum += dot(tl.load(pairs + stride), vectors, DOT)
+    return x_sum, y_sum
 
 
 @triton.jit
-def _of_rows(d_rows, DOT: tl.constexpr):
+def _gradient_of_gates(d_rows, DOT: tl.constexpr):
     """The gradients of gates from the gradients of their sums from the chunk's middle."""
     j = tl.arange(0, C)[:, None]
     t = tl.arange(0, C)[None, :]
@@ -151,7 +151,7 @@ def _of_rows(d_rows, DOT: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "N", "H"])
 def low_rank_write_gradient_kernel(
     vectors,  # `Vectors`
-    middle,  # `Vectors`, from `low_rank_factor_kernel`
+    at_middle,  # `Vectors`, from `low_rank_factor_kernel`
     factorisable_tiles,  # [chunks, H, tiles of K]
     u,  # [tokens, H, V]
     v,  # [tokens, H, V]
@@ -161,7 +161,7 @@ def low_rank_write_gradient_kernel(
     d_states,  # [chunks, H, K, V], after it
     dk,  # [tokens, H, K]
     db,  # [tokens, H, K]
-    of_writes,  # [tokens, H, K], if wanted: this kernel's part of the gradient of gates
+    dgk_part,  # [tokens, H, K], if wanted: this kernel's part of the gradient of gates
     cu_seqlens,
     T,
     N,
@@ -190,11 +190,10 @@ def low_rank_write_gradient_kernel(
         if (tl.load(factorisable_tiles + rh * tiles + tile) != 0) != FACTORISABLE:
             return
     first = (lo * H + h) * K
-    of_values = (lo * H + h) * V
+    first_v = (lo * H + h) * V
     PARTS: tl.constexpr = 1 if DOT == tl.float32 else 2
-    REST: tl.constexpr = (
-        (PARTS - 1) * 2 * C * C
-    )  # from the first parts of the pairs of `a` to the second, if any
+    # From the first parts of the pairs of `a` to the second, if there are any.
+    REST: tl.constexpr = (PARTS - 1) * 2 * C * C
     pairs += rh * ((2 + 2 * PARTS) * C * C)
     diagonal += rh * 2 * C
     d_states += rh * K * V
@@ -203,7 +202,7 @@ def low_rank_write_gradient_kernel(
     size = size_of_chunk(lo, hi, C)
     d = numbers_of_tile(tile, BK)
     at = i, size, 0, d, H, K
-    GATES: tl.constexpr = of_writes is not None
+    GATES: tl.constexpr = dgk_part is not None
 
     # 1. The gates that decay the state before the chunk.
     d_gates = tl.zeros([C, BK], dtype=tl.float32)
@@ -221,27 +220,27 @@ def low_rank_write_gradient_kernel(
         early_row = t == C // 2 - 1
         gk_, sums = load_sums(gk if gk is None else gk + first, i, size, d, H, K, DOT)
         to_end = tl.exp(tl.sum(tl.where(t < C // 2, 0.0, gk_.to(tl.float32)), 0))[None, :]
-        db_, dk_ = _of_state(u + of_values, v + of_values, d_states, size, H, V, d, K, BV, DOT)
+        db_, dk_ = _state_dots(u + first_v, v + first_v, d_states, size, H, V, d, K, BV, DOT)
         db_ *= to_end
         dk_ *= to_end
         if GATES:
-            of_end = load_tile(middle.b + first, *at) * db_ + load_tile(middle.k + first, *at) * dk_
-            of_end = d_total + tl.where(t == C - 1, tl.sum(of_end, 0)[None, :], 0.0)
-            d_gates += tl.where(early_row | (t == C - 1), of_end, 0.0)
+            d_end = load_tile(at_middle.b + first, *at) * db_ + load_tile(at_middle.k + first, *at) * dk_
+            d_end = d_total + tl.where(t == C - 1, tl.sum(d_end, 0)[None, :], 0.0)
+            d_gates += tl.where(early_row | (t == C - 1), d_end, 0.0)
         pairs += s * C + t
-        db_, dk_ = _two_dots(db_, dk_, pairs, C * C, load_tile(middle.q + first, *at), DOT)
+        db_, dk_ = _two_dots(db_, dk_, pairs, C * C, load_tile(at_middle.q + first, *at), DOT)
         for part in range(PARTS):
-            of_a = pairs + (2 + 2 * part) * C * C
-            db_, dk_ = _two_dots(db_, dk_, of_a, C * C, load_tile(middle.a + first, *at), DOT)
+            at_a = pairs + (2 + 2 * part) * C * C
+            db_, dk_ = _two_dots(db_, dk_, at_a, C * C, load_tile(at_middle.a + first, *at), DOT)
         if GATES:
-            of_rows = load_tile(middle.b + first, *at) * db_ + load_tile(middle.k + first, *at) * dk_
-            d_gates = _of_rows(d_gates - tl.where(early_row, 0.0, of_rows), DOT)
+            d_rows = load_tile(at_middle.b + first, *at) * db_ + load_tile(at_middle.k + first, *at) * dk_
+            d_gates = _gradient_of_gates(d_gates - tl.where(early_row, 0.0, d_rows), DOT)
         db_ *= tl.exp(-sums)
         dk_ *= tl.exp(-sums)
     else:
         gk_ = load_gates(gk + first, *at)
         to_end = tl.exp(select(s > t, gk_, DOT))
-        db_, dk_ = _of_state(u + of_values, v + of_values, d_states, size, H, V, d, K, BV, DOT)
+        db_, dk_ = _state_dots(u + first_v, v + first_v, d_states, size, H, V, d, K, BV, DOT)
         db_ *= to_end
         dk_ *= to_end
         b_ = load_tile(b + first, *at).to(tl.float32)
@@ -254,13 +253,13 @@ def low_rank_write_gradient_kernel(
         for writer in range(2):
             y = tl.where(writer == 0, b_, k_)
             _, d_y, d_gates = by_levels(q_, y, gk_, pairs, unused, unused, d_gates, GATES, False, DOT)
-            of_a = pairs + 2 * C * C
-            _, d_y, d_gates = by_levels(a_, y, gk_, of_a, unused, d_y, d_gates, GATES, READ_BEFORE, DOT, REST)
+            at_a = pairs + 2 * C * C
+            _, d_y, d_gates = by_levels(a_, y, gk_, at_a, unused, d_y, d_gates, GATES, READ_BEFORE, DOT, REST)
             db_ += tl.where(writer == 0, d_y, 0.0)
             dk_ += tl.where(writer == 0, 0.0, d_y)
             pairs += C * C
     if GATES:
-        store_tile(of_writes + first, d_gates, *at)
+        store_tile(dgk_part + first, d_gates, *at)
     # 3. No gate decays the pair of a token with itself. It is added last, here and below, since it would
     # drown the others in the gate's gradient.
     q_ = load_tile(q + first, *at)
@@ -271,14 +270,14 @@ def low_rank_write_gradient_kernel(
 @triton.jit(do_not_specialize=["T", "N", "H", "scale"])
 def low_rank_read_gradient_kernel(
     vectors,  # `Vectors`
-    middle,  # `Vectors`, from `low_rank_factor_kernel`
+    at_middle,  # `Vectors`, from `low_rank_factor_kernel`
     factorisable_tiles,  # [chunks, H, tiles of K]
     do,  # [tokens, H, V]
     z,  # [tokens, H, V]
     pairs,  # [chunks, H, 1 + PARTS, 2, C, C], from `low_rank_product_gradient_kernel`, like `diagonal`
     diagonal,  # [chunks, H, 2, C]
     states,  # [chunks, H, K, V], before each chunk
-    of_writes,  # [tokens, H, K], from `low_rank_write_gradient_kernel`
+    dgk_part,  # [tokens, H, K], from `low_rank_write_gradient_kernel`
     dq,  # [tokens, H, K]
     da,  # [tokens, H, K]
     dgk,  # [tokens, H, K]
@@ -307,11 +306,10 @@ def low_rank_read_gradient_kernel(
         if (tl.load(factorisable_tiles + rh * tiles + tile) != 0) != FACTORISABLE:
             return
     first = (lo * H + h) * K
-    of_values = (lo * H + h) * V
+    first_v = (lo * H + h) * V
     PARTS: tl.constexpr = 1 if DOT == tl.float32 else 2
-    REST: tl.constexpr = (
-        (PARTS - 1) * 2 * C * C
-    )  # from the first parts of the pairs of `a` to the second, if any
+    # From the first parts of the pairs of `a` to the second, if there are any.
+    REST: tl.constexpr = (PARTS - 1) * 2 * C * C
     pairs += rh * ((2 + 2 * PARTS) * C * C)
     diagonal += rh * 2 * C
     states += rh * K * V
@@ -322,7 +320,7 @@ def low_rank_read_gradient_kernel(
     at = i, size, 0, d, H, K
 
     # 1. The reads of queries and `a`, through the state before the chunk.
-    dq_, da_ = _of_state(do + of_values, z + of_values, states, size, H, V, d, K, BV, DOT)
+    dq_, da_ = _state_dots(do + first_v, z + first_v, states, size, H, V, d, K, BV, DOT)
     dq_ *= scale
     # 2. The reads through the pairs of the chunk, and the gates that decay all reads.
     if FACTORISABLE:
@@ -332,21 +330,21 @@ def low_rank_read_gradient_kernel(
         dq_ *= from_start
         da_ *= from_start
         if dgk is not None:
-            of_start = load_tile(middle.q + first, *at) * dq_ + load_tile(middle.a + first, *at) * da_
-            d_gates = tl.where(early_row, tl.sum(of_start, 0)[None, :], 0.0)
+            d_start = load_tile(at_middle.q + first, *at) * dq_ + load_tile(at_middle.a + first, *at) * da_
+            d_gates = tl.where(early_row, tl.sum(d_start, 0)[None, :], 0.0)
         pairs += t * C + s
         for writer in range(2):
-            y = load_tile((middle.b if writer == 0 else middle.k) + first, *at)
+            y = load_tile((at_middle.b if writer == 0 else at_middle.k) + first, *at)
             dq_, da_ = _two_dots(dq_, da_, pairs + writer * C * C, 2 * C * C, y, DOT)
             if PARTS == 2:
                 da_ += dot(tl.load(pairs + (4 + writer) * C * C), y, DOT)
         if dgk is not None:
-            of_a = load_tile(middle.a + first, *at) * da_
-            of_rows = of_a + load_tile(middle.q + first, *at) * dq_
-            d_gates = _of_rows(d_gates + tl.where(early_row, 0.0, of_rows), DOT)
+            d_read_a = load_tile(at_middle.a + first, *at) * da_
+            d_rows = d_read_a + load_tile(at_middle.q + first, *at) * dq_
+            d_gates = _gradient_of_gates(d_gates + tl.where(early_row, 0.0, d_rows), DOT)
             # The sum up to a read by `a` lacks the token's own gate.
             if READ_BEFORE:
-                d_gates -= of_a
+                d_gates -= d_read_a
         dq_ *= tl.exp(sums)
         da_ *= tl.exp(sums_of_reads(gk_, sums, True, READ_BEFORE))
     else:
@@ -362,12 +360,12 @@ def low_rank_read_gradient_kernel(
         for writer in range(2):
             y = load_tile((b if writer == 0 else k) + first, *at).to(tl.float32)
             dq_, _, _g = by_levels(q_, y, gk_, pairs, dq_, unused, d_gates, False, False, DOT)
-            of_a = pairs + 2 * C * C
-            da_, _, _g = by_levels(a_, y, gk_, of_a, da_, unused, d_gates, False, READ_BEFORE, DOT, REST)
+            at_a = pairs + 2 * C * C
+            da_, _, _g = by_levels(a_, y, gk_, at_a, da_, unused, d_gates, False, READ_BEFORE, DOT, REST)
             pairs += C * C
     # 3. The results, with the pair of a token with itself.
     if dgk is not None:
-        store_tile(dgk + first, d_gates + load_tile(of_writes + first, *at), *at)
+        store_tile(dgk + first, d_gates + load_tile(dgk_part + first, *at), *at)
     store_tile(da + first, da_, *at)
     dq_ += tl.load(diagonal + i)[:, None] * load_tile(b + first, *at)
     dq_ += tl.load(diagonal + C + i)[:, None] * load_tile(k + first, *at)

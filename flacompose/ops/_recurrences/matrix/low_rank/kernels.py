@@ -9,7 +9,7 @@ its end. So the outputs and the update of the state are linear in S and v:
     Y = (I - A_ab)^-1        M = Y A_ak        X = A_qb Y                    P = scale * (A_qk + A_qb M)
     W_a = Y a_read           Q = q_read + X a_read                           W = k_write + M^T b_write
 
-    u = W_a S + M v          o = scale * Q S + P v          S <- total S + b_write^T (W_a S) + W^T v
+    u = W_a S + M v          o = scale * Q S + P v          S <- decay S + b_write^T (W_a S) + W^T v
 
 `low_rank_product_kernel` computes the products of pairs of tokens, in the first row, for all chunks at once, and
 `low_rank_factor_kernel` the factors of the state, in the second row. State passing is that of the delta rule, with
@@ -91,51 +91,51 @@ def load_sums(gk, i, size, d, H, K: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
-def sums_of_reads(gk_, sums, of_a, READ_BEFORE: tl.constexpr):
-    """The sums of gates from the chunk's middle to each read: by `a` if `of_a`, otherwise by the query."""
+def sums_of_reads(gk_, sums, by_a, READ_BEFORE: tl.constexpr):
+    """The sums of gates from the chunk's middle to each read: by `a` if `by_a`, otherwise by the query."""
     if READ_BEFORE:
         # A read stops before the token's gate. The difference is used only where both sums are below
         # `FACTORISABLE_BOUND`.
-        sums = sums - tl.where(of_a, gk_.to(tl.float32), 0.0)
+        sums = sums - tl.where(by_a, gk_.to(tl.float32), 0.0)
     return sums
 
 
 @triton.jit
 def _pairs_with(
-    x, b, k, gk, of_b, of_k, i, size, d, H,
-    K: tl.constexpr, FACTORISABLE: tl.constexpr, OF_A: tl.constexpr, READ_BEFORE: tl.constexpr, DOT: tl.constexpr,
+    x, b, k, gk, A_b, A_k, i, size, d, H,
+    K: tl.constexpr, FACTORISABLE: tl.constexpr, BY_A: tl.constexpr, READ_BEFORE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """`of_b` and `of_k` with the products of channels `d` of readers `x` with ``b`` and keys, and their sums' size.
+    """`A_b` and `A_k` plus the products of `x` with `b` and `k` over channels `d`, and the largest sum of gates.
 
-    Rows are writing tokens, columns reading tokens. Where keys are alike, `b` erases nearly all that they
-    write, so writing vectors are multiplied in two parts. So are the vectors `a`, as a system is solved with
-    their products. A query is rounded once, wherever it is multiplied: this is an error of the query alone.
+    `x` is `a` with `BY_A`, otherwise `q`. Rows are writing tokens, columns reading tokens. Where keys are alike,
+    `b` erases nearly all that they write, so `b` and `k` are multiplied in two parts. So is `a`, as a system is
+    solved with its products. A query is rounded once, wherever it is multiplied: the error is of the query alone.
     """
     at = i, size, 0, d, H, K
     gk_, sums = load_sums(gk, i, size, d, H, K, DOT)
-    sums_of_x = sums_of_reads(gk_, sums, OF_A, READ_BEFORE)
-    largest = tl.max(tl.maximum(tl.abs(sums), tl.abs(sums_of_x)))
+    read_sums = sums_of_reads(gk_, sums, BY_A, READ_BEFORE)
+    largest = tl.max(tl.maximum(tl.abs(sums), tl.abs(read_sums)))
     if FACTORISABLE:
-        reader = tl.trans(load_tile(x, *at) * tl.exp(sums_of_x))
+        x_ = tl.trans(load_tile(x, *at) * tl.exp(read_sums))
         to_middle = tl.exp(-sums)
-        if OF_A:
-            parts = in_parts(reader, DOT)
-            of_b = dot_of_parts(load_tile(b, *at) * to_middle, parts, DOT, of_b)
-            of_k = dot_of_parts(load_tile(k, *at) * to_middle, parts, DOT, of_k)
+        if BY_A:
+            parts = in_parts(x_, DOT)
+            A_b = dot_of_parts(load_tile(b, *at) * to_middle, parts, DOT, A_b)
+            A_k = dot_of_parts(load_tile(k, *at) * to_middle, parts, DOT, A_k)
         else:
-            of_b = split_dot(load_tile(b, *at) * to_middle, reader, DOT, of_b)
-            of_k = split_dot(load_tile(k, *at) * to_middle, reader, DOT, of_k)
+            A_b = split_dot(load_tile(b, *at) * to_middle, x_, DOT, A_b)
+            A_k = split_dot(load_tile(k, *at) * to_middle, x_, DOT, A_k)
     else:
         s = i[:, None]
         t = i[None, :]
-        reader = load_tile(x, *at)
+        x_ = load_tile(x, *at)
         for writer in range(2):  # a loop halves the code that is compiled
-            of_y = exact_pairs(
-                reader, load_tile(b if writer == 0 else k, *at), gk_, s, t, OF_A and READ_BEFORE, DOT
+            A_y = exact_pairs(
+                x_, load_tile(b if writer == 0 else k, *at), gk_, s, t, BY_A and READ_BEFORE, DOT
             )
-            of_b += tl.where(writer == 0, of_y, 0.0)
-            of_k += tl.where(writer == 0, 0.0, of_y)
-    return of_b, of_k, largest
+            A_b += tl.where(writer == 0, A_y, 0.0)
+            A_k += tl.where(writer == 0, 0.0, A_y)
+    return A_b, A_k, largest
 
 
 @triton.jit
@@ -201,36 +201,36 @@ def low_rank_product_kernel(
     size = size_of_chunk(lo, hi, C)
 
     # 1. The reads by `a`: A_ab, A_ak, and with them Y and M.
-    of_b = tl.zeros([C, C], dtype=tl.float32)
-    of_k = tl.zeros([C, C], dtype=tl.float32)
+    A_ab = tl.zeros([C, C], dtype=tl.float32)
+    A_ak = tl.zeros([C, C], dtype=tl.float32)
     largest = tl.zeros([], dtype=tl.float32)
     for d0 in range(0, K, BK):
         d = d0 + tl.arange(0, BK)
-        of_b, of_k, of_block = _pairs_with(
-            a, b, k, gk, of_b, of_k, i, size, d, H, K, FACTORISABLE, True, READ_BEFORE, DOT
+        A_ab, A_ak, largest_of_block = _pairs_with(
+            a, b, k, gk, A_ab, A_ak, i, size, d, H, K, FACTORISABLE, True, READ_BEFORE, DOT
         )
-        largest = tl.maximum(largest, of_block, propagate_nan=tl.PropagateNan.ALL)
+        largest = tl.maximum(largest, largest_of_block, propagate_nan=tl.PropagateNan.ALL)
     if FACTORISABLE and gk is not None:
         tl.store(factorisable_chunks + rh, (largest < FACTORISABLE_BOUND).to(tl.int8))
         if not largest < FACTORISABLE_BOUND:
             return
-    solved = inverse(-of_b, DOT)
-    of_u = fine_dot(tl.where(s < t, of_k, 0.0), solved, DOT)
-    _store_in_parts(Y, Y_rest, at, solved)
-    _store_in_parts(M, M_rest, at, of_u)
+    Y_ = inverse(-A_ab, DOT)
+    M_ = fine_dot(tl.where(s < t, A_ak, 0.0), Y_, DOT)
+    _store_in_parts(Y, Y_rest, at, Y_)
+    _store_in_parts(M, M_rest, at, M_)
 
     # 2. The reads by queries: A_qb, A_qk, and with them P and X.
-    of_b = tl.zeros([C, C], dtype=tl.float32)
-    of_k = tl.zeros([C, C], dtype=tl.float32)
+    A_qb = tl.zeros([C, C], dtype=tl.float32)
+    A_qk = tl.zeros([C, C], dtype=tl.float32)
     for d0 in range(0, K, BK):
         d = d0 + tl.arange(0, BK)
-        of_b, of_k, of_block = _pairs_with(
-            q, b, k, gk, of_b, of_k, i, size, d, H, K, FACTORISABLE, False, READ_BEFORE, DOT
+        A_qb, A_qk, _largest = _pairs_with(
+            q, b, k, gk, A_qb, A_qk, i, size, d, H, K, FACTORISABLE, False, READ_BEFORE, DOT
         )
-    of_b = tl.where(s <= t, of_b, 0.0)
-    of_k = tl.where(s <= t, of_k, 0.0)
-    tl.store(P + at, (fine_dot(of_u, of_b, DOT, of_k) * scale).to(P.dtype.element_ty))
-    _store_in_parts(X, X_rest, at, fine_dot(solved, of_b, DOT))
+    A_qb = tl.where(s <= t, A_qb, 0.0)
+    A_qk = tl.where(s <= t, A_qk, 0.0)
+    tl.store(P + at, (fine_dot(M_, A_qb, DOT, A_qk) * scale).to(P.dtype.element_ty))
+    _store_in_parts(X, X_rest, at, fine_dot(Y_, A_qb, DOT))
 
 
 @triton.jit(do_not_specialize=["T", "N", "H"])
@@ -239,8 +239,8 @@ def low_rank_factor_kernel(
     products,  # `Products`, from `low_rank_product_kernel`, like `factorisable_chunks`
     factorisable_chunks,  # [chunks, H]
     factors,  # `Factors`
-    total,  # [chunks, H, K]
-    middle,  # `Vectors`, decayed to the chunk's middle, for `gradients`
+    chunk_decay,  # [chunks, H, K]
+    at_middle,  # `Vectors`, decayed to the chunk's middle, for `gradients`
     factorisable_tiles,  # [chunks, H, tiles of K], whether gates are factorisable for their gradient too
     cu_seqlens,
     T,
@@ -277,16 +277,16 @@ def low_rank_factor_kernel(
     d = numbers_of_tile(tile, BK)
     at = i, size, 0, d, H, K
     gk_, sums = load_sums(gk, i, size, d, H, K, DOT)
-    MIDDLE: tl.constexpr = FACTORISABLE and middle.q is not None
+    FILLS_MIDDLE: tl.constexpr = FACTORISABLE and at_middle.q is not None
 
     # 1. The decays: from the chunk's middle where gates are factorisable; `early` and `late` extend them to
     # the chunk's start and end.
     if FACTORISABLE:
         early = tl.exp(tl.sum(tl.where(s < C // 2, gk_.to(tl.float32), 0.0), 0))[None, :]
         late = tl.exp(tl.sum(tl.where(s < C // 2, 0.0, gk_.to(tl.float32)), 0))[None, :]
-        of_a = tl.exp(sums_of_reads(gk_, sums, True, READ_BEFORE))
+        decay_a = tl.exp(sums_of_reads(gk_, sums, True, READ_BEFORE))
         if gk is not None:
-            tl.store(total + rh * K + d[None, :], early * late, mask=d[None, :] < K)
+            tl.store(chunk_decay + rh * K + d[None, :], early * late, mask=d[None, :] < K)
             if factorisable_tiles is not None:
                 # `low_rank_product_kernel` has found the sums, also those to reads by `a`, below the bound. For the
                 # gradient each gate must be, too.
@@ -297,37 +297,37 @@ def low_rank_factor_kernel(
     else:
         early = tl.full([1, BK], 1.0, tl.float32)
         late = early
-        of_a = tl.exp(select(reads_gate(s, t, READ_BEFORE), gk_, DOT))
-        tl.store(total + rh * K + d, tl.exp(tl.sum(gk_.to(tl.float32), 0)), mask=d < K)
+        decay_a = tl.exp(select(reads_gate(s, t, READ_BEFORE), gk_, DOT))
+        tl.store(chunk_decay + rh * K + d, tl.exp(tl.sum(gk_.to(tl.float32), 0)), mask=d < K)
         if factorisable_tiles is not None:
             tl.store(factorisable_tiles + rh * tiles + tile, 0)
 
     # 2. The readers.
-    a_ = load_tile(a + first, *at) * of_a
-    if MIDDLE:
-        store_tile(middle.a + first, a_, *at)
+    a_ = load_tile(a + first, *at) * decay_a
+    if FILLS_MIDDLE:
+        store_tile(at_middle.a + first, a_, *at)
     store_tile(factors.W_a + first, _dot_with_stored(Y, Y_rest, transposed, a_, DOT) * early, *at)
     if FACTORISABLE:
-        of_q = tl.exp(sums)
+        decay_q = tl.exp(sums)
     else:
-        of_q = tl.exp(select(t <= s, gk_, DOT))
-    q_ = load_tile(q + first, *at) * of_q
+        decay_q = tl.exp(select(t <= s, gk_, DOT))
+    q_ = load_tile(q + first, *at) * decay_q
     if FACTORISABLE:
         q_ = q_.to(DOT).to(tl.float32)  # as `low_rank_product_kernel` multiplies it
-    if MIDDLE:
-        store_tile(middle.q + first, q_, *at)
+    if FILLS_MIDDLE:
+        store_tile(at_middle.q + first, q_, *at)
     store_tile(factors.Q + first, _dot_with_stored(X, X_rest, transposed, a_, DOT, q_) * early, *at)
 
     # 3. The writers.
     if FACTORISABLE:
-        of_writes = tl.exp(-sums)
+        decay_writes = tl.exp(-sums)
     else:
-        of_writes = tl.exp(select(t > s, gk_, DOT))
-    b_ = load_tile(b + first, *at) * of_writes
-    if MIDDLE:
-        store_tile(middle.b + first, b_, *at)
+        decay_writes = tl.exp(select(t > s, gk_, DOT))
+    b_ = load_tile(b + first, *at) * decay_writes
+    if FILLS_MIDDLE:
+        store_tile(at_middle.b + first, b_, *at)
     store_tile(factors.b_write + first, b_ * late, *at)
-    k_ = load_tile(k + first, *at) * of_writes
-    if MIDDLE:
-        store_tile(middle.k + first, k_, *at)
+    k_ = load_tile(k + first, *at) * decay_writes
+    if FILLS_MIDDLE:
+        store_tile(at_middle.k + first, k_, *at)
     store_tile(factors.W + first, _dot_with_stored(M, M_rest, as_stored, b_, DOT, k_) * late, *at)

@@ -9,7 +9,7 @@ from flacompose.ops._launch.chip import Chip
 
 
 def pair_config(bfloat16: bool, K: int) -> dict[str, int]:
-    """Block size of the contracted axis, warps, stages, and registers if one block is all."""
+    """Block size of the contracted axis, warps, stages and, for one block, registers."""
     if not bfloat16:
         return {"BK": 32, "num_warps": 4, "num_stages": 1}
     if K <= 64:

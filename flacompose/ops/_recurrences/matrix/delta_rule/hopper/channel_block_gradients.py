@@ -22,9 +22,9 @@ from flacompose.ops._recurrences.matrix.delta_rule.hopper.gates import (
     BLOCKS,
     FACTORISABLE_IN_CHUNK,
     TABLE,
+    decay_of,
     decayed,
     from_block_middle,
-    left_by,
     load_gates,
     per_block,
     row_of,
@@ -89,7 +89,7 @@ def _store_roots(roots_s, halves_s):
     exp(-87). So of vectors and gradients of size 1, it may not hold the gradients of pairs of tokens that
     gates weaken to less than exp(-42). That shows only in a tensor whose gradients are all as weak.
     """
-    roots_s.store(left_by(0.5 * sums_of_halves(halves_s, _is_decayed_by, KINDS)))
+    roots_s.store(decay_of(0.5 * sums_of_halves(halves_s, _is_decayed_by, KINDS)))
 
 
 @gluon.jit
@@ -313,8 +313,8 @@ def hopper_channel_block_gradient_kernel(
 
     # 2. The writes of keys, through the state after the chunk.
     written = warpgroup_mma(r_s, dS_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    store_parts(writer_s, k_s.load(L).to(gl.float32) * beta_t * left_by(-middle))
-    to_middle = left_by(middle)
+    store_parts(writer_s, k_s.load(L).to(gl.float32) * beta_t * decay_of(-middle))
+    to_middle = decay_of(middle)
     if GATES:
         all_sums_s.store(gl.zeros([KINDS * BLOCKS, BK], gl.float32, ROWS))
     written = warpgroup_mma_wait(0, [written])

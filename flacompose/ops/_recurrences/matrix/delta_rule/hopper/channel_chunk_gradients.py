@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from flacompose.ops._recurrences.matrix import gates_of_channels
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.gates import (
     FACTORISABLE_IN_CHUNK,
-    left_by,
+    decay_of,
     load_gates,
 )
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import products
@@ -62,7 +62,7 @@ def _sums_of_gates(g, g_s, L: gl.constexpr):
     is_early = gl.arange(0, C, gl.SliceLayout(1, g.type.layout))[:, None] < C // 2
     early = gl.sum(gl.where(is_early, g, 0.0), 0)
     late = gl.sum(gl.where(is_early, 0.0, g), 0)
-    return middle, left_by(early), left_by(late), is_early
+    return middle, decay_of(early), decay_of(late), is_early
 
 
 @gluon.jit
@@ -213,8 +213,8 @@ def hopper_channel_chunk_gradient_kernel(
 
     # 2. The writes of keys, through the state after the chunk.
     written = warpgroup_mma(r_s, dS_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    store_parts(writer_s, k_s.load(L).to(gl.float32) * beta_t * left_by(-middle))
-    to_middle = left_by(middle)
+    store_parts(writer_s, k_s.load(L).to(gl.float32) * beta_t * decay_of(-middle))
+    to_middle = decay_of(middle)
     written = warpgroup_mma_wait(0, [written]) * gl.convert_layout(to_end, COLUMNS)[None, :]
     if dgk is not None:
         of_late = of_early + _sum_over_tokens(sum_of_parts(writer_s, L) * written, ROWS)

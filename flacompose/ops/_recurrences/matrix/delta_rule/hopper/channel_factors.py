@@ -19,9 +19,9 @@ from flacompose.ops._recurrences.matrix.delta_rule.hopper.gates import (
     FACTORISABLE_IN_BLOCKS,
     FACTORISABLE_IN_CHUNK,
     TABLE,
+    decay_of,
     decayed,
     from_block_middle,
-    left_by,
     load_gates,
     per_block,
     row_of,
@@ -65,11 +65,11 @@ TO_END = gl.constexpr(BLOCKS.value + 1)
 OF_CHUNK = gl.constexpr(BLOCKS.value + 2)
 FROM_MIDDLE = gl.constexpr(BLOCKS.value + 3)
 KINDS = gl.constexpr(BLOCKS.value + 4)
-# A reader before its block's middle is multiplied by up to exp(45), and its writing key is divided by the same
-# number. For readers of other blocks, keys are multiplied by this number, so
-# that float32 can hold them, and the products are divided by it. Sums of products of up to 3e20 still fit.
-RAISED = gl.constexpr(2.0**60)
-ROOT_OF_RAISED = gl.constexpr(2.0**30)
+# A reader before its block's middle is multiplied by up to exp(45), and its writing key is divided by the same number.
+# For readers of other blocks, keys are multiplied by `RANGE_SHIFT`, so that float32 can hold them, and the products are
+# divided by it. Sums of products of up to 3e20 still fit.
+RANGE_SHIFT = gl.constexpr(2.0**60)
+ROOT_OF_SHIFT = gl.constexpr(2.0**30)
 
 
 @gluon.constexpr_function
@@ -89,15 +89,15 @@ def _sign_in_sum(half, kind, block):
 
 @gluon.jit
 def _store_tables(tables_s, halves_s):
-    """For each kind and block the root of the decay, `RAISED` for readers of other blocks.
+    """For each kind and block the root of the decay, `RANGE_SHIFT` for readers of other blocks.
 
     For `OF_CHUNK` it is the whole decay, and for `FROM_MIDDLE` the sum of gates.
     """
     sums = sums_of_halves(halves_s, _sign_in_sum, KINDS)
     row = gl.arange(0, KINDS * BLOCKS, gl.SliceLayout(1, sums.type.layout))[:, None]
     kind = row // BLOCKS
-    left = left_by(gl.where(kind < OF_CHUNK, 0.5 * sums, sums))
-    left *= gl.where((kind < BLOCKS) & (kind != row % BLOCKS), ROOT_OF_RAISED, 1.0)
+    left = decay_of(gl.where(kind < OF_CHUNK, 0.5 * sums, sums))
+    left *= gl.where((kind < BLOCKS) & (kind != row % BLOCKS), ROOT_OF_SHIFT, 1.0)
     tables = reinterpret(tables_s, gl.float32, sums.shape, TABLE)
     tables.store(gl.where(kind == FROM_MIDDLE, sums, left))
 
@@ -130,7 +130,7 @@ def _pairs(writer, tables_s, readers_s, block: gl.constexpr):
     of_a = _product(keys, readers_s, 2, block, zeros)
     of_q, of_a = warpgroup_mma_wait(0, [of_q, of_a])
     s = gl.arange(0, writer.shape[0], gl.SliceLayout(1, OUT))[:, None]
-    lowered = gl.where(s // BLOCK == block, 1.0, 1.0 / RAISED)
+    lowered = gl.where(s // BLOCK == block, 1.0, 1.0 / RANGE_SHIFT)
     return of_q * lowered, of_a * lowered
 
 
@@ -236,7 +236,7 @@ def hopper_channel_factor_kernel(
         x_s = q_s
         if a is None:
             x_s = qk_s.index(reader)
-        x = x_s.load(L).to(gl.float32) * left_by(middle)
+        x = x_s.load(L).to(gl.float32) * decay_of(middle)
         store_parts(readers_s, x, 2, 2 * reader)
         q_s.store(decayed(x, tables_s.index(FROM_START)).to(gl.bfloat16))
         store(to + of_gates, q_s.load(ROWS), HV * K, size)
@@ -246,7 +246,7 @@ def hopper_channel_factor_kernel(
                 copy(q_s, a + of_keys, H * K, size)
                 commit_group()
                 arrived(0)
-    writer = k_s.load(L).to(gl.float32) * left_by(-middle)
+    writer = k_s.load(L).to(gl.float32) * decay_of(-middle)
     make_visible()
 
     # 3. The products of pairs of tokens. Rows are writing tokens, columns reading tokens.

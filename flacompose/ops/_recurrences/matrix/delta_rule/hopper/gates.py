@@ -26,7 +26,7 @@ TABLE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
-def left_by(sums):
+def decay_of(sums):
     """The decay by gates with these sums, their exponential: two instructions, where `gl.exp` takes five."""
     return gl.exp2(LOG2_E * sums)
 

@@ -7,8 +7,8 @@ never stored, and operands of both are read once.
 Heads of 128 have two groups of four warps: each has half of the values of the state's gradient, and half of
 the channels of the gradients of queries and keys. No register is free, and spilled registers are in the L2
 cache, since shared memory of 217 KiB leaves next to no first-level cache. So operands of products are in
-shared memory wherever possible, the next chunk is copied as soon as there is room, and no address is kept
-from one chunk to the next.
+shared memory wherever possible, the next chunk is copied as soon as there is room, no address is kept from one
+chunk to the next, and results are stored after the last fence of a chunk, since a fence waits for all stores.
 
 `dq` may be the memory of `W`, and `dv` the memory of `r`: all threads have waited for the copies of a chunk's `W`
 and `r` before any of them stores its gradients, and no other program reads them.
@@ -148,8 +148,7 @@ def hopper_head_backward_kernel(
     S_s = gl.allocate_shared_memory(gl.bfloat16, [1, D, D], SHARED)
     dv_s = gl.allocate_shared_memory(gl.bfloat16, [1, C, D], SHARED)
     dS_s = gl.allocate_shared_memory(gl.bfloat16, [1, D, D], SHARED)
-    high_s = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], SQUARE)
-    low_s = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], SQUARE)
+    weighted_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], SQUARE)
     beta_s = gl.allocate_shared_memory(gl.float32, [1, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     sums_s = gl.allocate_shared_memory(gl.float32, [1, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
@@ -161,12 +160,10 @@ def hopper_head_backward_kernel(
     if d_final is not None:
         dS += gl.load(d_final + (ns * HV + h) * D * D + at_state).to(gl.float32)
 
-    t = gl.arange(0, C, gl.SliceLayout(1, L))
     is_itself = (
         gl.arange(0, C, gl.SliceLayout(0, PAIRS))[None, :]
         == gl.arange(0, C, gl.SliceLayout(1, PAIRS))[:, None]
     )
-    column = gl.arange(0, D, gl.SliceLayout(0, L))[None, :]
     channel = gl.arange(0, 32, gl.SliceLayout(1, ROWS))
     zeros = gl.zeros([C, D], gl.float32, L)
     no_pairs = gl.zeros([C, C], gl.float32, PAIRS)
@@ -207,7 +204,7 @@ def hopper_head_backward_kernel(
         dv_, dS_, beta_, sums_ = dv_s.index(here), dS_s.index(here), beta_s.index(here), sums_s.index(here)
         # Pairs of tokens in two parts. They overwrite W and P, which nothing reads after dv.
         pairs_ = reinterpret(W_s, gl.bfloat16, [TILES, C, C], SQUARE).index(here), P_
-        weighted_ = high_s.index(here), low_s.index(here)  # the same, weighted by `beta`
+        weighted_ = weighted_s.index(here), weighted_s.index(here + 1)  # the same, weighted by `beta`
         beta_t = gl.load(beta + first + each * HV, mask=each < size, other=0.0)
         if sums is not None:
             sum_t = gl.load(sums + rh.to(gl.int64) * C + each)
@@ -261,17 +258,9 @@ def hopper_head_backward_kernel(
         _store_parts(pairs_, pairs)
         _store_parts(weighted_, product(pairs, beta_.load(gl.SliceLayout(0, PAIRS))[None, :]))
         make_visible()
-        if more:
-            copy(do_, do + next_rows, HV * D, full)
         dv_pairs = warpgroup_mma(dv_, r_.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
         in_chunk = _add_transposed(pairs_, q_, zeros)
         dq_read = _add_product(weighted_, k_, dq_read)
-        store(dv + first.to(gl.int64) * D, dv_.load(ROWS), HV * D, size)
-        if d_total is not None:
-            for tile in gl.static_range(D // 32):
-                of_S = S_.slice(tile * 32, 32).load(ROWS).to(gl.float32)
-                of_state = gl.sum(of_S * dS_.slice(tile * 32, 32).load(ROWS).to(gl.float32), 1)
-                gl.store(d_total + rh.to(gl.int64) * D + tile * 32 + channel, of_state * gl.exp2(total))
 
         # 3. The reads of keys, with the gradient -dv, and their writes, through the state after the chunk.
         pairs = warpgroup_mma_wait(4, [dv_pairs])
@@ -283,11 +272,18 @@ def hopper_head_backward_kernel(
         make_visible()
         dk_read = warpgroup_mma(dv_, S_.permute((1, 0)), zeros, use_acc=False, is_async=True)
         in_chunk = _add_transposed(pairs_, k_, in_chunk)
+        store(dv + first.to(gl.int64) * D, dv_.load(ROWS), HV * D, size)
         ending = _sum_tiles(dq_read * q_.load(L).to(gl.float32))
         dq_read += (diagonal * beta_.load(gl.SliceLayout(1, L)))[:, None] * k_.load(L).to(gl.float32)
-        inside = (t < size)[:, None]
-        at = first.to(gl.int64) * D + (t * HV * D)[:, None] + column
-        gl.store(dq + at, dq_read.to(gl.bfloat16), mask=inside)
+        # Through shared memory, a thread stores 16 bytes at a time, not 4.
+        do_.store(dq_read.to(gl.bfloat16))
+        barrier()
+        store(dq + first.to(gl.int64) * D, do_.load(ROWS), HV * D, size)
+        if d_total is not None:
+            for tile in gl.static_range(D // 32):
+                of_S = S_.slice(tile * 32, 32).load(ROWS).to(gl.float32)
+                of_state = gl.sum(of_S * dS_.slice(tile * 32, 32).load(ROWS).to(gl.float32), 1)
+                gl.store(d_total + rh.to(gl.int64) * D + tile * 32 + channel, of_state * gl.exp2(total))
         dk_read = warpgroup_mma_wait(2, [dk_read])
         dk_read = -dk_read
         if sums is not None:
@@ -301,9 +297,9 @@ def hopper_head_backward_kernel(
         OF_SUMS: gl.constexpr = ending.type.layout
         weights = beta_.load(gl.SliceLayout(1, OF_SUMS))[:, None]
         weight = beta_.load(gl.SliceLayout(1, L))[:, None]
-        if sums is not None:
-            to_end = gl.exp2(total - sums_.load(gl.SliceLayout(1, L)))[:, None]
+        barrier()  # Other threads may still read the memory of do, and their products the weighted pairs.
         if more:
+            copy(do_, do + next_rows, HV * D, full)
             copy(W_, W + next_rows, HV * D, full)
             copy(P_, P + (rh - HV).to(gl.int64) * (C * C), C, gl.maximum(full, C))
             commit_group()
@@ -314,7 +310,7 @@ def hopper_head_backward_kernel(
         # 4. The gradients of sums of gates, of `beta` and of keys.
         ending += _sum_tiles(dk_read * k_.load(L).to(gl.float32))
         if sums is not None:
-            written *= to_end
+            written *= gl.exp2(total - sums_.load(gl.SliceLayout(1, L)))[:, None]
         of_t = gl.arange(0, C, gl.SliceLayout(1, OF_SUMS))[:, None]
         tile_ = gl.arange(0, TILES, gl.SliceLayout(0, OF_SUMS))[None, :]
         if d_sums is not None:
@@ -329,7 +325,10 @@ def hopper_head_backward_kernel(
         gl.store(to, _sum_tiles(written * k_.load(L).to(gl.float32)), mask=(of_t < size) & (tile_ < TILES))
         written *= weight
         written += dk_read
-        gl.store(dk + at, written.to(gl.bfloat16), mask=inside)
+        dk_ = reinterpret(weighted_s, gl.bfloat16, [2 // TILES, C, D], SHARED).index(here)
+        dk_.store(written.to(gl.bfloat16))
+        barrier()
+        store(dk + first.to(gl.int64) * D, dk_.load(ROWS), HV * D, size)
     if d_initial is not None:
         if segment == 0:
             gl.store(d_initial + nh * D * D + at_state, dS.to(d_initial.dtype.element_ty))

@@ -207,8 +207,8 @@ def hopper_head_state_passing_kernel(
     ASKING: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     ranges = (
         gl.arange(0, 64, gl.BlockedLayout([1], [32], [WARPS], [0])),
-        gl.arange(0, kernels.ASKED, gl.SliceLayout(1, ASKING)),
-        gl.arange(0, kernels.HEADS, gl.SliceLayout(0, ASKING)),
+        gl.arange(0, kernels.CHUNKS_EXAMINED, gl.SliceLayout(1, ASKING)),
+        gl.arange(0, kernels.MAX_WARM_START_HEADS, gl.SliceLayout(0, ASKING)),
     )
     ENDS: gl.constexpr = ends is not None
     begin, stop, is_last, one = chunks_to_pass(

@@ -286,7 +286,7 @@ def test_exported(name: str, tmp_path: Any) -> None:
 
 @torch.no_grad()
 def test_model() -> None:
-    """Joined as a whole; its state dict holds joint weights, and loads into another model once that is joined."""
+    """Joined as a whole; its state dict holds fused weights, and loads into another model once that is joined."""
     model = model_of().eval()
     one, ids = joined(model), torch.randint(11, (2, 9))
     torch.testing.assert_close(one(ids)[0], model(ids)[0], atol=1e-5, rtol=1e-5)

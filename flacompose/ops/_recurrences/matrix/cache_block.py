@@ -1,6 +1,6 @@
 """The tokens of a cache block in chunks, in PyTorch: state passing, the decays of gates, and pairs of tokens.
 
-A scheme of a matrix state is a `Segment`: the equations of one block's tokens. Everything is functional and
+A scheme of a matrix state is a `CacheBlock`: the equations of one block's tokens. Everything is functional and
 differentiable to any order. Exponents are sums of gates, never a difference of cumulative sums. So gates of at
 most 0 overflow nowhere, no digits cancel, and a gate of -inf is a weight of 0.
 """
@@ -67,18 +67,19 @@ class HeadGates:
         exponents, dP = dP * P, dP * self.pair
         return PairGradient(dP @ b, dP.mT @ a, exponents)
 
-    def gradient(self, pair: Tensor, read: Tensor, write: Tensor, total: Tensor) -> Tensor:
+    def gradient(self, d_pair: Tensor, d_read: Tensor, d_write: Tensor, d_total: Tensor) -> Tensor:
         """The gradient of every gate ``[..., C, 1]``, from those of the exponents of `pair`, `read`, `write`, `total`.
 
-        Vectors ``[..., C, K]``, and ``total [..., 1, K]``, are summed over `K`.
+        Vectors ``[..., C, K]``, and ``d_total [..., 1, K]``, are summed over `K`.
         """
-        read, write, total = (x.sum(-1, True) if x.shape[-1] > 1 else x for x in (read, write, total))
+        vectors = d_read, d_write, d_total
+        d_read, d_write, d_total = (x.sum(-1, True) if x.shape[-1] > 1 else x for x in vectors)
         if self.read_before:
-            pair, read = (F.pad(x, (0, 0, -1, 1)) for x in (pair, read))
+            d_pair, d_read = (F.pad(x, (0, 0, -1, 1)) for x in (d_pair, d_read))
         until_here = 1 - self.before.mT  # [t, j], 1 where t >= j
         # Vectors are rows of one matrix product, so that the matrix of sums is not copied for each.
-        pairs = (pair @ self.before.mT * until_here).sum(-2, True)
-        return (pairs + read.mT @ until_here + write.mT @ self.before.mT).mT + total
+        pairs = (d_pair @ self.before.mT * until_here).sum(-2, True)
+        return (pairs + d_read.mT @ until_here + d_write.mT @ self.before.mT).mT + d_total
 
 
 class ChannelGates:
@@ -87,8 +88,8 @@ class ChannelGates:
     `read` ``[..., C, D]`` is the decay from the chunk's start to a token, `write` from a token to the chunk's
     end, and ``total [..., 1, D]`` that of the chunk. The decay of a pair of tokens is the product of two
     factors: from the earlier token to a boundary between both, and from there to the later one. The chunk is
-    halved, and halved again, and the boundary is the first that separates the tokens. `levels` are, for blocks of
-    1, 2, 4, ... tokens, the factors of the odd blocks (from their start) and of the even ones (to their end).
+    halved, and halved again, and the boundary is the first that separates the tokens. `levels` are these factors
+    for blocks of 1, 2, 4, ... tokens: from the start of each odd block, and to the end of each even block.
     """
 
     def __init__(self, g: Tensor, read_before: bool = False) -> None:
@@ -137,16 +138,18 @@ class ChannelGates:
         return halves(_blocks(a, level))[1] * read, halves(_blocks(b, level))[0] * write
 
     def gradient(
-        self, levels: list[tuple[Tensor, Tensor]], read: Tensor, write: Tensor, total: Tensor
+        self, d_levels: list[tuple[Tensor, Tensor]], d_read: Tensor, d_write: Tensor, d_total: Tensor
     ) -> Tensor:
         """The gradient of ``g`` from the gradients of all its sums: the constructor, transposed."""
-        read, write, total = (x.unsqueeze(-3) for x in (read, write, total))
-        for level_read, level_write in reversed(levels):
-            (read_0, read_1), (write_0, write_1) = read.chunk(2, -2), write.chunk(2, -2)
-            total = _unhalve(total + read_1.sum(-2, keepdim=True), total + write_0.sum(-2, keepdim=True))
-            read = _unhalve(read_0, read_1 + level_read)
-            write = _unhalve(write_0 + level_write, write_1)
-        return (total if self.read_before else total + read).squeeze(-2)
+        d_read, d_write, d_total = (x.unsqueeze(-3) for x in (d_read, d_write, d_total))
+        for at_read, at_write in reversed(d_levels):
+            (read_0, read_1), (write_0, write_1) = d_read.chunk(2, -2), d_write.chunk(2, -2)
+            d_total = _unhalve(
+                d_total + read_1.sum(-2, keepdim=True), d_total + write_0.sum(-2, keepdim=True)
+            )
+            d_read = _unhalve(read_0, read_1 + at_read)
+            d_write = _unhalve(write_0 + at_write, write_1)
+        return (d_total if self.read_before else d_total + d_read).squeeze(-2)
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,7 +206,7 @@ def inverse(A: Tensor) -> Tensor:
     return Y.squeeze(-3)
 
 
-class Segment:
+class CacheBlock:
     """The tokens of a cache block in chunks, ``[B, H, n, R, C, D]``: `n` heads of values share queries and keys."""
 
     # The inputs whose gradients need the states before the chunks.
