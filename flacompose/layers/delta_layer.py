@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers.heads import in_heads, sharded_like_values, value_heads
-from flacompose.layers.layout import Layout
+from flacompose.layers.layout import Layout, rows_of, tokens_of
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.state import RecurrentState, StateShapes
@@ -78,7 +78,10 @@ class DeltaLayer(RecurrentLayer):
         return 2 * gate if self.allow_neg_eigval else gate
 
     def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        """``o [B, T, heads, V]`` normed, gated and projected to ``[B, T, hidden_size]``."""
-        o = o.flatten(2).unflatten(-1, (self.num_v_heads, -1))
+        """``o [B, T, heads, V]`` normed, gated by the rows or tokens of `gate`, and projected."""
+        like, o = o, rows_of(o)
+        if self.value_parts > 1:
+            o = o.flatten(-2).unflatten(-1, (self.num_v_heads, -1))
+        gate = None if gate is None else rows_of(gate)
         o = self.o_norm(o) if gate is None else self.o_norm(o, gate.unflatten(-1, (self.num_v_heads, -1)))
-        return self.o_proj(o.flatten(2))
+        return tokens_of(self.o_proj(o.flatten(-2)), like)

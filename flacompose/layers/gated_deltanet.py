@@ -9,7 +9,7 @@ from flacompose.layers import _check
 from flacompose.layers.delta_layer import DeltaLayer
 from flacompose.layers.heads import repeat_heads
 from flacompose.layers.initialization import init_decays_
-from flacompose.layers.layout import Layout
+from flacompose.layers.layout import Layout, rows_of, tokens_of
 from flacompose.layers.recurrent import factory_of, linears
 from flacompose.layers.state import RecurrentState
 from flacompose.ops import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
@@ -102,13 +102,14 @@ class GatedDeltaNet(DeltaLayer):
         init_decays_(self.A_log, self.dt_bias, low=0)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
-        q, k, v, gate, a, b = self._projections(x)
+        q, k, v, gate, a, b = self._projections(rows_of(x))
+        q, k, v = (tokens_of(y, x) for y in (q, k, v))
         (q, k, v), conv = self._activated(q, k, v, past, tokens)
         v, q, k = self._in_heads(v, q, k)
         g = log_decay(upcast(a), self.A_log, self.dt_bias)  # [B, T, HV]
         beta = self._gate_of_keys(b)  # [B, T, HV]
         # A token whose decay and beta are 0 does not change the state.
-        g, beta = (repeat_heads(tokens.masked(y), self.value_parts) for y in (g, beta))
+        g, beta = (repeat_heads(tokens.masked(tokens_of(y, x)), self.value_parts) for y in (g, beta))
 
         gated_delta_rule = self._op(
             chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, x, past.recurrent, tokens

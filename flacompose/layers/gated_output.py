@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flacompose.layers.activation import activation
+from flacompose.layers.layout import rows_of, tokens_of
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.recurrent import Factory, RecurrentLayer
 
@@ -17,6 +18,7 @@ class GatedOutputLayer(RecurrentLayer):
     """
 
     num_heads: int
+    o_proj: nn.Module
 
     def _add_output_norm(
         self,
@@ -36,12 +38,13 @@ class GatedOutputLayer(RecurrentLayer):
             device, dtype = factory["device"], factory["dtype"] or torch.float32
             self.g_norm = RMSNorm(V, elementwise_affine, norm_eps, device, dtype)
 
-    def _normed(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        """``o [B, T, H, V]``, normed and, with ``gate [B, T, H * V]``, gated: ``[B, T, H * V]``."""
+    def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        """``o [B, T, H, V]``, normed, gated by the rows or tokens of `gate`, and projected."""
+        like, o = o, rows_of(o)
         if gate is not None:
-            gate = gate.unflatten(-1, (self.num_heads, -1))
+            gate = rows_of(gate).unflatten(-1, (self.num_heads, -1))
         if self.fuse_norm_and_gate:
             o = self.g_norm_swish_gate(o, gate)
         else:
             o = self.g_norm(o) if gate is None else self.g_norm(o) * self.gate_fn(gate)
-        return o.flatten(2)
+        return tokens_of(self.o_proj(o.flatten(-2)), like)

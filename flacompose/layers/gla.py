@@ -9,8 +9,8 @@ from flacompose._errors import ValueError
 from flacompose.layers import _check
 from flacompose.layers.activation import activation, log_sigmoid
 from flacompose.layers.gated_output import GatedOutputLayer
-from flacompose.layers.heads import heads_of, in_heads, repeat_heads
-from flacompose.layers.layout import Layout
+from flacompose.layers.heads import heads_of, repeat_heads, rows_in_heads
+from flacompose.layers.layout import Layout, rows_of, tokens_of
 from flacompose.layers.number import number
 from flacompose.layers.recurrent import factory_of, linears, low_rank
 from flacompose.layers.state import RecurrentState, StateShapes
@@ -119,17 +119,19 @@ class GatedLinearAttention(GatedOutputLayer):
         self.state_shapes = StateShapes(((H, K, V),), conv)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
-        q, k, v, gate, gk = self._projections(x)
+        q, k, v, gate, gk = self._projections(rows_of(x))
+        if self.use_short_conv:
+            q, k, v = (tokens_of(y, x) for y in (q, k, v))
         (q, k, v), conv = self._convolved((q, k, v), past, tokens)
         gk = log_sigmoid(upcast(gk)) / self.gate_logit_normalizer
         if self.clamp_min is not None:
             gk = gk.clamp(min=self.clamp_min)
-        q = q.unflatten(-1, (self.num_heads, -1))
-        k, v, gk = (in_heads(y, self.num_kv_heads) for y in (k, v, gk))
+        q = rows_in_heads(q, x, self.num_heads)
+        k, v, gk = (rows_in_heads(y, x, self.num_kv_heads) for y in (k, v, gk))
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
         k, v, gk = (repeat_heads(y, self.num_kv_groups) for y in (tokens.masked(k), v, tokens.masked(gk)))
 
         gla = self._wide_op(chunk_gla, fused_recurrent_gla, x, past.recurrent, tokens)
         o, recurrent = gla(q, k, v, gk)
-        return self.o_proj(self._normed(o, gate)), RecurrentState(recurrent, conv)
+        return self._output(o, gate), RecurrentState(recurrent, conv)

@@ -10,8 +10,8 @@ from flacompose._errors import ValueError
 from flacompose.layers import _check
 from flacompose.layers.activation import log_sigmoid
 from flacompose.layers.feature_map import T2RFeatureMap
-from flacompose.layers.heads import heads_of, in_heads
-from flacompose.layers.layout import Layout
+from flacompose.layers.heads import heads_of, rows_in_heads
+from flacompose.layers.layout import Layout, rows_of, tokens_of
 from flacompose.layers.norm import RMSNorm
 from flacompose.layers.number import number
 from flacompose.layers.recurrent import RecurrentLayer, factory_of, linears
@@ -122,14 +122,17 @@ class GatedSlotAttention(RecurrentLayer):
         self.state_shapes = StateShapes(((HKV, K, M), (HKV, M, V)), conv)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
-        q, k, v, g = self._projections(x)
+        q, k, v, g = self._projections(rows_of(x))
+        if self.use_short_conv:
+            q, k, v = (tokens_of(y, x) for y in (q, k, v))
         (q, k, v), conv = self._convolved((q, k, v), past, tokens)
         g = log_sigmoid(upcast(g)) / self.gate_logit_normalizer
-        q = q.unflatten(-1, (self.num_heads, -1))
-        k, v, g = (in_heads(y, self.num_kv_heads) for y in (k, v, g))
+        q = rows_in_heads(q, x, self.num_heads)
+        k, v, g = (rows_in_heads(y, x, self.num_kv_heads) for y in (k, v, g))
         q, k, v, g = self.feature_map(q), self.feature_map(k), F.silu(v), tokens.masked(g)
         s = -g.expm1()  # 0 where g is 0
 
         gsa = self._op(chunk_gsa, fused_recurrent_gsa, x, past.recurrent, tokens)
         o, recurrent = gsa(q, k, v, s, g, scale=self.scale)
-        return self.o_proj(self.g_norm(F.silu(o).flatten(2))), RecurrentState(recurrent, conv)
+        y = self.o_proj(self.g_norm(F.silu(rows_of(o)).flatten(-2)))
+        return tokens_of(y, x), RecurrentState(recurrent, conv)

@@ -109,6 +109,11 @@ def in_heads(x: Tensor, heads: int) -> Tensor:
     return unflatten(x, -1, (heads, -1))
 
 
+def rows_in_heads(x: Tensor, like: Tensor, heads: int) -> Tensor:
+    """``x``, rows as `rows_of` makes them, as ``[B, T, heads, D]``, where ``like [B, T, ...]`` has the tokens."""
+    return in_heads(x, heads) if x.ndim == 3 else x.view(*like.shape[:2], heads, x.shape[1] // heads)
+
+
 def repeat_heads(x: Tensor, groups: int) -> Tensor:
     """``[B, T, H, ...]`` as ``[B, T, H * groups, ...]``, each head repeated for `groups` neighbouring heads."""
     if groups == 1:

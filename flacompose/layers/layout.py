@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from flacompose._errors import TypeError, ValueError
 from flacompose.layers import _check
@@ -125,6 +126,21 @@ def _padded(hidden_states: Tensor, attention_mask: Tensor) -> Layout:
     inverse_order = torch.where(is_token, ordinal - 1, lengths[:, None] + place - ordinal)
     order = inverse_order.scatter(1, inverse_order, place)
     return Layout(place < lengths[:, None], lengths, order, inverse_order)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """``x [B, T, ...]`` as ``[B * T, ...]`` in a graph, else `x`. A matrix consists of rows already.
+
+    The compiler views the input and the output of each product as rows itself, and so do the gradients. With symbolic
+    sizes it takes longer over these views than over the product.
+    """
+    return x.flatten(0, 1) if is_compiling() and x.ndim > 2 and not hasattr(x, "device_mesh") else x
+
+
+def tokens_of(rows: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `rows_of`: ``rows [B * T, ...]`` as ``[B, T, ...]``, the first axes of `like`."""
+    is_whole = not is_compiling() or hasattr(rows, "device_mesh")
+    return rows if is_whole else rows.view(*like.shape[:2], *rows.shape[1:])
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:

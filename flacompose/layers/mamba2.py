@@ -14,7 +14,7 @@ from flacompose.layers import _check
 from flacompose.layers.activation import activation
 from flacompose.layers.heads import in_heads, sharded_like_values
 from flacompose.layers.initialization import init_time_steps_
-from flacompose.layers.layout import Layout
+from flacompose.layers.layout import Layout, rows_of, tokens_of
 from flacompose.layers.norm import RMSNorm, rms_norm
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.short_conv import ShortConvolution
@@ -164,7 +164,7 @@ class Mamba2(RecurrentLayer):
 
     def _compute(self, u: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         H, P, G, S = self.num_heads, self.head_dim, self.n_groups, self.state_size
-        z, xBC, dt = split(self.in_proj(u), [H * P, H * P + 2 * G * S, H], -1)
+        z, xBC, dt = split(tokens_of(self.in_proj(rows_of(u)), u), [H * P, H * P + 2 * G * S, H], -1)
         # Split by the convolution, so that on a GPU each part is contiguous and the scan needs no copy.
         (parts,), conv = self._convolved((xBC,), past, tokens, sizes=(H * P, G * S, G * S))
         x, B, C = parts if self.act is None else map(self.act, parts)
@@ -185,8 +185,8 @@ class Mamba2(RecurrentLayer):
         if gated_here:
             o = upcast(o) * F.silu(upcast(z))
         if self.norm is not None:
-            o = self.norm(o, z if gated_after else None).to(x.dtype)
-        return self.out_proj(o), RecurrentState(recurrent, conv)
+            o = self.norm(rows_of(o), rows_of(z) if gated_after else None).to(x.dtype)
+        return tokens_of(self.out_proj(rows_of(o)), u), RecurrentState(recurrent, conv)
 
 
 def rates(A_log: Tensor, *others: Tensor) -> Tensor:

@@ -120,4 +120,4 @@ class MultiScaleRetention(GatedOutputLayer):
         g = None if tokens.lengths is None else tokens.masked(decay.expand(q.shape[:3]))
         simple_gla = self._wide_op(chunk_simple_gla, fused_recurrent_simple_gla, x, past.recurrent, tokens)
         o, recurrent = simple_gla(q, k, v, g, decay if g is None else None)
-        return self.o_proj(self._normed(o, gate)), RecurrentState(recurrent, conv, position=next_position)
+        return self._output(o, gate), RecurrentState(recurrent, conv, position=next_position)

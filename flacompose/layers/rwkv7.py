@@ -14,7 +14,7 @@ from flacompose._errors import ValueError
 from flacompose._peer import explained
 from flacompose.layers import _check
 from flacompose.layers.initialization import copy_, orthogonal_, with_initializers
-from flacompose.layers.layout import Layout, distributed_like
+from flacompose.layers.layout import Layout, distributed_like, rows_of, tokens_of
 from flacompose.layers.lora import lora
 from flacompose.layers.norm import GroupNorm
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
@@ -213,12 +213,12 @@ class RWKV7Attention(RecurrentLayer):
     def _compute(
         self, x: Tensor, past: RecurrentState, tokens: Layout, v_first: Tensor | None
     ) -> tuple[Tensor, RecurrentState] | tuple[Tensor, RecurrentState, Tensor]:
-        shared = None if self.is_first else tokens.enter(self._checked(x, v_first))
+        shared = None if self.is_first else rows_of(tokens.enter(self._checked(x, v_first)))
         x = as_projected(x)
         before, shift = token_shift(x, past.shift, tokens.lengths, tokens.cu_seqlens, tokens.num_states)
-        delta = before - x
+        rows, delta = rows_of(x), rows_of(before - x)
         mixed = (self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g)
-        x_r, x_w, x_k, x_v, x_a, x_g = ((x + delta * mu).to(x.dtype) for mu in mixed)
+        x_r, x_w, x_k, x_v, x_a, x_g = ((rows + delta * mu.flatten()).to(x.dtype) for mu in mixed)
         r, k, v_own = self.r_proj(x_r), self.k_proj(x_k), self.v_proj(x_v)
         w = -math.exp(-0.5) * upcast(self.w_lora(x_w)).sigmoid()
         eta = upcast(self.a_lora(x_a)).sigmoid()
@@ -232,16 +232,18 @@ class RWKV7Attention(RecurrentLayer):
             y.unflatten(-1, (self.num_heads, -1)) for y in (r, w, k, v, kappa, eta, gate)
         )
         kappa = self._divided_by_its_norm(kappa)
-        a, b = (-kappa).to(r.dtype), tokens.masked(kappa * eta).to(r.dtype)
+        a, b = (-kappa).to(r.dtype), (kappa * eta).to(r.dtype)
+        of_k, of_b, of_w = (tokens.masked(tokens_of(y, x)) for y in (k, b, w))
+        of_r, of_v, of_a = (tokens_of(y, x) for y in (r, v, a))
 
         dplr = self._wide_op(
             chunk_dplr_delta_rule, fused_recurrent_dplr_delta_rule, x, past.recurrent, tokens
         )
-        o, recurrent = dplr(r, tokens.masked(k), v, a, b, tokens.masked(w), scale=1.0)
+        o, recurrent = dplr(of_r, of_k, of_v, of_a, of_b, of_w, scale=1.0)
         bonus = (upcast(r) * k * self.r_k).sum(-1, keepdim=True) * v
-        y = ((self.g_norm(o) + bonus) * gate).to(o.dtype)
-        y, new = self.o_proj(y.flatten(2)), RecurrentState(recurrent, shift=shift)
-        return (y, new, v_own) if self.is_first else (y, new)
+        y = ((self.g_norm(rows_of(o)) + bonus) * gate).to(o.dtype)
+        y, new = tokens_of(self.o_proj(y.flatten(-2)), x), RecurrentState(recurrent, shift=shift)
+        return (y, new, tokens_of(v_own, x)) if self.is_first else (y, new)
 
     def _checked(self, x: Tensor, v_first: Tensor | None) -> Tensor:
         if v_first is None:

@@ -112,4 +112,4 @@ class SimpleGatedLinearAttention(GatedOutputLayer):
 
         simple_gla = self._wide_op(chunk_simple_gla, fused_recurrent_simple_gla, x, past.recurrent, tokens)
         o, recurrent = simple_gla(q, k, v, tokens.masked(g))
-        return self.o_proj(self._normed(o, gate)), RecurrentState(recurrent, conv)
+        return self._output(o, gate), RecurrentState(recurrent, conv)

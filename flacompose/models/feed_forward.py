@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from flacompose.layers.activation import activation
 from flacompose.layers.fused_projections import FusesProjections
 from flacompose.layers.initialization import orthogonal_, with_initializers
-from flacompose.layers.layout import Layout
+from flacompose.layers.layout import Layout, rows_of, tokens_of
 from flacompose.layers.recurrent import StatefulLayer, factory_of, linears
 from flacompose.layers.rwkv6 import LerpLinear
 from flacompose.layers.rwkv7 import first_mix_, place_of
@@ -73,9 +73,9 @@ class RWKV6FeedForward(StatefulLayer):
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         x = as_projected(x)
         before, shift = token_shift(x, past.shift, tokens.lengths, tokens.cu_seqlens, tokens.num_states)
-        delta = before - x
-        value = self.value(self.act_fn(self.key(x, delta)))
-        return self.receptance(x, delta).sigmoid() * value, RecurrentState((), shift=shift)
+        rows, delta = rows_of(x), rows_of(before - x)
+        y = self.receptance(rows, delta).sigmoid() * self.value(self.act_fn(self.key(rows, delta)))
+        return tokens_of(y, x), RecurrentState((), shift=shift)
 
 
 class RWKV7FeedForward(StatefulLayer):
@@ -122,5 +122,5 @@ class RWKV7FeedForward(StatefulLayer):
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         x = as_projected(x)
         before, shift = token_shift(x, past.shift, tokens.lengths, tokens.cu_seqlens, tokens.num_states)
-        mixed = (x + (before - x) * self.x_k).to(x.dtype)
-        return self.value(self.act_fn(self.key(mixed))), RecurrentState((), shift=shift)
+        mixed = (rows_of(x) + rows_of(before - x) * self.x_k).to(x.dtype)
+        return tokens_of(self.value(self.act_fn(self.key(mixed))), x), RecurrentState((), shift=shift)

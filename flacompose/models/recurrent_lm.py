@@ -19,7 +19,7 @@ from flacompose._torch import catching, is_exporting
 from flacompose.layers import RMSNorm, RWKV7Attention, _check
 from flacompose.layers.forget_gate import ForgetGateLayer
 from flacompose.layers.initialization import with_initializers
-from flacompose.layers.layout import distributed_like, layout, take
+from flacompose.layers.layout import distributed_like, layout, rows_of, take, tokens_of
 from flacompose.layers.recurrent import StatefulLayer, factory_of
 from flacompose.layers.state import RecurrentState, RecurrentStates, StateError, kind_of
 from flacompose.models import sampling, speculative
@@ -94,18 +94,21 @@ class Block(nn.Module):
         v_first: Tensor | None,
     ) -> tuple[Tensor, NewStates, Tensor | None]:
         tokens: Any = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens, "num_states": num_states}
+        rows = rows_of(x)
+        normed = tokens_of(self.attn_norm(rows), x)
         if isinstance(self.attn, RWKV7Attention):
-            y, state, v_first = self.attn(self.attn_norm(x), states[0], **tokens, v_first=v_first)
+            y, state, v_first = self.attn(normed, states[0], **tokens, v_first=v_first)
         else:
             bound: Any = {} if lower_bound is None else {"lower_bound": lower_bound}
-            y, state = self.attn(self.attn_norm(x), states[0], **tokens, **bound)
-        x = x + y
+            y, state = self.attn(normed, states[0], **tokens, **bound)
+        rows = rows + rows_of(y)
         if self.mlp is None:
-            return x, (state,), v_first
+            return tokens_of(rows, x), (state,), v_first
+        normed = self.mlp_norm(rows)
         if not isinstance(self.mlp, StatefulLayer):
-            return x + self.mlp(self.mlp_norm(x)), (state,), v_first
-        y, shift = self.mlp(self.mlp_norm(x), states[1], **tokens)
-        return x + y, (state, shift), v_first
+            return tokens_of(rows + self.mlp(normed), x), (state,), v_first
+        y, shift = self.mlp(tokens_of(normed, x), states[1], **tokens)
+        return tokens_of(rows + rows_of(y), x), (state, shift), v_first
 
 
 class RecurrentLM(nn.Module):
