@@ -93,30 +93,23 @@ def agree(actual: list[Tensor | None], expected: list[Tensor | None], relative: 
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        # One of each kind of code that reads a size: of states, shifts, convolutions, slots, positions and models.
+        # One of each kind of code that reads a size: of convolutions, slots, keys and values, and models.
+        # `test_training_through_inductor` has shifts and positions.
         *(
             (name, "rows")
-            for name in (
-                "retention",
-                "rwkv6",
-                "mamba2",
-                "gsa",
-                "hgrn",
-                "gated_deltaproduct",
-                "hybrid",
-                "model of rwkv7",
-            )
+            for name in ("mamba2", "gsa", "hgrn", "gated_deltaproduct", "attention", "model of rwkv7")
         ),
         # These two have a convolution, a running logsumexp and positions.
-        *((name, layout) for name in ("gla", "abc") for layout in ("mask", "states")),
+        ("abc", "mask"),
+        ("gla", "states"),
     ],
 )
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, error_on_recompile=True)
 def test_training(name: str, layout: str, device: torch.device) -> None:
-    """Most are captured alone; the hybrid's gradients, those of softmax attention among them, are traced too."""
+    """Most are captured alone; the gradients of softmax attention are traced too."""
     layer, x = made(name, device)
     module = Chosen(layer, layout)
-    compiled = torch.compile(module, backend="aot_eager" if name == "hybrid" else "eager", fullgraph=True)
+    compiled = torch.compile(module, backend="aot_eager" if name == "attention" else "eager", fullgraph=True)
     for call in calls(x, layout):
         agree(results(compiled, layer, call), results(module, layer, call), 1e-4)
 
