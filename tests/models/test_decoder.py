@@ -72,13 +72,14 @@ def started(model: RecurrentLM, device: torch.device, B: int = 2) -> tuple[Tenso
 
 
 # Token shifts of two blocks, where the first layer's values go to the second one, and two recurrences with positions;
-# `test_generate` has convolutions.
+# `test_generate` has convolutions. In the mode "lite" PyTorch does what Inductor, as in the tests below, would generate
+# code for.
 @pytest.mark.parametrize("layer", ["RWKV7Attention", "ABCAttention"])
 def test_steps_are_those_of_the_model(layer: str, device: torch.device) -> None:
     model = model_of(layer, device)
     tokens, state = started(model, device)
     before = pytree.tree_map(torch.clone, state)
-    decoder = Decoder(model, tokens, state)
+    decoder = Decoder(model, tokens, state, options=torch._inductor.list_mode_options("lite"))
     for _ in range(10):
         logits = decoder(tokens)
         expected, state = model(tokens, state)
