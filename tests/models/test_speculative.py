@@ -110,7 +110,7 @@ def test_ends(name: str, device: torch.device) -> None:
     model, ids = loaded(name).to(device).double(), tokens(3, 5, VOCAB).to(device)
     endless = model.generate(ids, 12)
     lengths = set()
-    for end in [[int(t)] for t in endless.unique()] + [endless.unique().tolist(), endless[:, 3].tolist()]:
+    for end in [[int(t)] for t in endless.unique()[:4]] + [endless.unique().tolist(), endless[:, 3].tolist()]:
         expected = model.generate(ids, 12, eos_token_id=end)
         lengths.add(expected.shape[1])
         for assistant in (model, erring(model)):
