@@ -499,7 +499,7 @@ def test_form(name, mode, T, form, device):
     assert {op for op, _, _ in calls} == {op_of(name, form)} | {op.default for op in before}
 
 
-WITH_TOKENS = ("gla", "rwkv7", "mamba", "mamba3", "mlstm", "abc", "hgrn", "griffin", "gated_deltaproduct")
+WITH_TOKENS = ("gla", "rwkv7", "mamba", "mamba3", "mlstm", "abc", "griffin", "gated_deltaproduct")
 
 
 @pytest.mark.parametrize("name", [name for name in DISTINCT if name not in ("retention", "gsa")])
@@ -507,7 +507,7 @@ WITH_TOKENS = ("gla", "rwkv7", "mamba", "mamba3", "mlstm", "abc", "hgrn", "griff
 def test_compiled_decoding(name, device, few_levels):
     """There is one graph for segments and one for tokens, whatever their order. Each goes to the backend once.
 
-    test_wide.py has retention and slots.
+    test_wide.py has retention and slots, and test_segments.py tokens of HGRN.
     """
     layer = build(EVERY[name], device=device)
     run, graphs = compiled(layer)
