@@ -499,7 +499,7 @@ def test_form(name, mode, T, form, device):
     assert {op for op, _, _ in calls} == {op_of(name, form)} | {op.default for op in before}
 
 
-WITH_TOKENS = ("gla", "rwkv7", "mamba", "mamba3", "mlstm", "abc", "griffin", "gated_deltaproduct")
+WITH_TOKENS = ("rwkv7", "mamba", "mamba3", "mlstm", "abc", "griffin", "gated_deltaproduct")
 
 
 @pytest.mark.parametrize("name", [name for name in DISTINCT if name not in ("retention", "gsa")])
