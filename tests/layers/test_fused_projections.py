@@ -262,7 +262,7 @@ def test_compiled(device: torch.device) -> None:
         assert_close(grad, separate.get_submodule(path).weight.grad, 1e-4)
 
 
-@pytest.mark.parametrize("name", ["gla", "gated_deltanet", "lightning_attn"])
+@pytest.mark.parametrize("name", ["gla", "gated_deltanet"])
 @torch.no_grad()
 def test_exported(name: str, tmp_path: Any) -> None:
     layer = joined(build(EVERY[name], dtype=torch.float64))
