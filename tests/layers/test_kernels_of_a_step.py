@@ -99,7 +99,7 @@ OPTIONS = [
     )
     for name, layer in LAYERS.items()
 ]
-# Others have their projections, as one of these, and their recurrence, as with a convolution.
+# Without a convolution the numbers are the same, whatever the layer.
 OPTIONS += [
     (name, {"use_short_conv": False}) for name in ("ABCAttention", "GatedDeltaNet", "GatedDeltaProduct")
 ]

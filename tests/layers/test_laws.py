@@ -549,7 +549,7 @@ def results(
     return [y, *tensors(new), *torch.autograd.grad(loss, [*leaves, *layer.parameters()])]
 
 
-# Bounds reach a convolution, positions, angles, several tokens in one's place, and recurrences with and without values.
+# Layers with a normaliser, positions, angles, several tokens in the place of one, and a scan; with convolutions.
 PACKED_GRAPHS = ("linear_attn", "retention", "mamba3", "gated_deltaproduct", "hgrn")
 # A mask is the same to all layers but those whose pads are more than tokens left out.
 PADDED_GRAPHS = ("gla", "rwkv6", "abc")
