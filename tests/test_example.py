@@ -9,13 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-import flacompose.layers  # noqa: F401  # registers the operators and the state's type, for torch.load
+from flacompose.layers import RecurrentState  # registers the operators too, for torch.load
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
@@ -84,31 +85,6 @@ def interrupted(out: Path, text: Path, sign: str, **variables: str) -> tuple[str
     return said, complaint
 
 
-@pytest.fixture(scope="module")
-def first_step(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
-    """A run that was interrupted while it compiled, and what it said. All files of the compiler are where it wrote."""
-    out, temporary = tmp_path_factory.mktemp("interrupted"), tmp_path_factory.mktemp("temporary")
-    said, complaint = interrupted(out, text, "compiling", TMPDIR=str(temporary))
-    assert not list(temporary.iterdir())
-    return out, said, complaint
-
-
-@pytest.fixture(scope="module")
-def full_run(text: Path, first_step: tuple, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run from start to end: where it wrote and what it said. It leaves no file of the compiler's anywhere.
-
-    It has the compiler's cache of another run, so that one of the two compiles.
-    """
-    out, temporary = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("temporary")
-    shutil.copytree(first_step[0] / "compiler-cache", out / "compiler-cache")
-    result = run(out, text, TMPDIR=str(temporary))
-    assert result.returncode == 0, result.stderr
-    assert not list(temporary.iterdir())
-    for slow in ("compiling the first step", "exporting and loading", "sampling"):
-        assert re.search(rf"{slow}: \d\d:\d\d", result.stderr), slow
-    return out, result.stdout
-
-
 def exported(out: Path) -> dict[str, torch.Tensor]:
     return torch.export.load(out / "lm.pt2").state_dict
 
@@ -120,17 +96,20 @@ def losses(said: str) -> tuple[float, float]:
     return float(baseline), float(model)
 
 
-def test_whole_run(full_run: tuple[Path, str]) -> None:
-    out, said = full_run
-    baseline, model = losses(said)
+def check_whole_run(out: Path, result: subprocess.CompletedProcess[str]) -> None:
+    """Of a run from start to end. It leaves no file of the compiler's anywhere."""
+    assert result.returncode == 0, result.stderr
+    for slow in ("compiling the first step", "exporting and loading", "sampling"):
+        assert re.search(rf"{slow}: \d\d:\d\d", result.stderr), slow
+    baseline, model = losses(result.stdout)
     assert model < baseline
     assert {path.name for path in out.iterdir()} == {"loss.png", "lm.pt2", "lm_step.pt2"}
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     for length in (3, 64, 65, 165, 1000):
-        assert f"length {length:>5}: largest relative error" in said
-    assert "The value of " in said
-    assert f"removed {out / 'checkpoint.pt'} and the compiler's cache" in said
-    assert f"left lm.pt2, lm_step.pt2, loss.png in {out}; rm -r {out} removes them" in said
+        assert f"length {length:>5}: largest relative error" in result.stdout
+    assert "The value of " in result.stdout
+    assert f"removed {out / 'checkpoint.pt'} and the compiler's cache" in result.stdout
+    assert f"left lm.pt2, lm_step.pt2, loss.png in {out}; rm -r {out} removes them" in result.stdout
 
 
 def test_clean_removes_what_the_demo_leaves(tmp_path: Path, main: Callable) -> None:
@@ -146,68 +125,65 @@ def test_clean_removes_what_the_demo_leaves(tmp_path: Path, main: Callable) -> N
     assert [path.name for path in tmp_path.rglob("*")] == ["examples"]
 
 
-def test_export_runs_in_a_process_without_the_example(full_run: tuple[Path, str]) -> None:
-    """One call over a text equals two calls, and equals one-token calls, each from the state before."""
-    code = """
-import sys
-import torch
-from flacompose.layers import RecurrentState
-
-read, step = (torch.export.load(path).module() for path in sys.argv[1:])
-tokens = torch.arange(100)[None] % 256
-weights = dict(read.named_buffers()) | dict(read.named_parameters())
-device = next(iter(weights.values())).device
-tokens = tokens.to(device)
-# width 16, two heads: keys of 4, values of 8; short convolutions of width 4 on q, k and v
-start = (RecurrentState(torch.zeros(1, 2, 4, 8, device=device),
-    tuple(torch.zeros(1, width, 4, device=device) for width in (8, 8, 16))),)
-with torch.no_grad():
-    logits, _ = read(tokens, start)
-    head, states = read(tokens[:, :77], start)
-    tail, _ = read(tokens[:, 77:], states)
-    torch.testing.assert_close(torch.cat([head, tail], 1), logits, rtol=1e-4, atol=1e-5)
-    states, each = start, []
-    for t in range(100):
-        out, states = step(tokens[:, t : t + 1], states)
-        assert isinstance(states[0], RecurrentState)
-        each.append(out)
-    torch.testing.assert_close(torch.cat(each, 1), logits, rtol=1e-4, atol=1e-5)
-"""
-    out, _ = full_run
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(out / "lm.pt2"), str(out / "lm_step.pt2")],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert result.returncode == 0, result.stderr
+def check_export(out: Path) -> None:
+    """Where the example was not imported, one call over a text equals two, and one for each token, with its state."""
+    read, step = (torch.export.load(out / name).module() for name in ("lm.pt2", "lm_step.pt2"))
+    weights = dict(read.named_buffers()) | dict(read.named_parameters())
+    device = next(iter(weights.values())).device
+    tokens = torch.arange(100, device=device)[None] % 256
+    # width 16, two heads: keys of 4, values of 8; short convolutions of width 4 on q, k and v
+    conv = tuple(torch.zeros(1, width, 4, device=device) for width in (8, 8, 16))
+    start = (RecurrentState(torch.zeros(1, 2, 4, 8, device=device), conv),)
+    with torch.no_grad():
+        logits, _ = read(tokens, start)
+        head, states = read(tokens[:, :77], start)
+        tail, _ = read(tokens[:, 77:], states)
+        torch.testing.assert_close(torch.cat([head, tail], 1), logits, rtol=1e-4, atol=1e-5)
+        states, each = start, []
+        for t in range(100):
+            y, states = step(tokens[:, t : t + 1], states)
+            assert isinstance(states[0], RecurrentState)
+            each.append(y)
+        torch.testing.assert_close(torch.cat(each, 1), logits, rtol=1e-4, atol=1e-5)
 
 
 def test_interrupted_and_continued_equals_uninterrupted(
-    first_step: tuple[Path, str, str], full_run: tuple[Path, str], text: Path
+    text: Path, tmp_path: Path, main: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, said, complaint = first_step
+    """One test of all that takes long, so that processes that share the tests do not repeat it.
+
+    The whole run has the compiler's cache of the other, so that one of the two compiles.
+    """
+    path, whole, temporary = (tmp_path / name for name in ("interrupted", "whole", "temporary"))
+    temporary.mkdir()
+    said, complaint = interrupted(path, text, "compiling", TMPDIR=str(temporary))
     assert "still compiling: stopping after this step" in complaint
     assert "interrupted at step 1;" in said
+    shutil.copytree(path / "compiler-cache", whole / "compiler-cache")
+    uninterrupted = run(whole, text, TMPDIR=str(temporary))
+    check_whole_run(whole, uninterrupted)
+    check_export(whole)
+    assert not list(temporary.iterdir())
+
     said, complaint = interrupted(path, text, "training")
     assert "stopping after this step" in complaint
     assert "continuing from step 1 " in said
     assert torch.load(path / "checkpoint.pt")["step"] > 1
 
-    other = run(path, text, "--lr", "0.001")
-    assert other.returncode == 1
-    assert "is of a run with --lr 0.02, this one has 0.001" in other.stderr
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):  # which the example sets
+        monkeypatch.setenv(name, str(temporary))
+    with pytest.raises(SystemExit, match="is of a run with --lr 0.02, this one has 0.001"):
+        main(command(path, text, "--lr", "0.001")[2:])
 
     result = run(path, text)
     assert result.returncode == 0, result.stderr
     assert "continuing from step" in result.stdout
-    out, uninterrupted = full_run
     if torch.cuda.is_available():  # sums of embedding gradients there depend on the order of arrival
-        assert losses(result.stdout) == pytest.approx(losses(uninterrupted), rel=0.05)
+        assert losses(result.stdout) == pytest.approx(losses(uninterrupted.stdout), rel=0.05)
         return
-    assert losses(result.stdout) == losses(uninterrupted)
-    expected, actual = exported(out), exported(path)
+    assert losses(result.stdout) == losses(uninterrupted.stdout)
+    expected, actual = exported(whole), exported(path)
     assert expected.keys() == actual.keys()
     for name in expected:
         assert torch.equal(expected[name], actual[name]), name

@@ -11,7 +11,7 @@ pytest.importorskip("tqdm")
 
 
 def test_it_learns() -> None:
-    result = run_example("train_hybrid.py", "--steps", "120", "--writes", "10")
+    result = run_example("train_hybrid.py", "--steps", "80", "--writes", "10")
     assert result.returncode == 0, result.stderr
     (percent,) = re.findall(r"([\d.]+)% of held-out questions answered", result.stdout)
     assert float(percent) > 60

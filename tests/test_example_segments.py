@@ -22,12 +22,9 @@ def run(*options: str) -> str:
     return re.sub(r" in \d+ s", "", result.stdout)
 
 
-@pytest.fixture(scope="module")
-def said() -> str:
-    return run()
-
-
-def test_what_each_learns(said: str) -> None:
+def test_what_each_learns() -> None:
+    """One alone learns the same numbers again."""
+    said = run()
     recalled = dict(re.findall(r"(\w+): ([\d.]+)% of held-out cues", said))
     assert float(recalled["truncated"]) < 25 < 90 < float(recalled["exact"])
     reached = re.findall(r"(\w+): gradient at each segment (\S+) (\S+)", said)
@@ -36,8 +33,6 @@ def test_what_each_learns(said: str) -> None:
     assert float(first) == 0 < float(last)
     assert all(float(norm) > 0 for norm in norms)
 
-
-def test_one_way_and_the_same_numbers_again(said: str) -> None:
     lines = run("--gradients", "truncated").splitlines()
     assert not [line for line in lines if "exact" in line]
     assert [line for line in lines if "truncated" in line] == [

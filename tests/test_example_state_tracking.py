@@ -14,7 +14,7 @@ pytest.importorskip("tqdm")
 
 
 def test_parity(tmp_path: Path) -> None:
-    options = ["--tasks", "2", "--layers", "gla", "deltanet-neg", "--steps", "150", "--length", "12"]
+    options = ["--tasks", "2", "--layers", "gla", "deltanet-neg", "--steps", "120", "--length", "12"]
     result = run_example("state_tracking.py", *options, "--out", str(tmp_path / "plot.svg"))
     assert result.returncode == 0, result.stderr
     right = dict(re.findall(r"Parity, (\S+): .* ([\d.]+)% at 24", result.stdout))

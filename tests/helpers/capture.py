@@ -117,15 +117,13 @@ def generated(model: nn.Module, ids: Tensor, mask: Tensor | None = None) -> tupl
     return out.sequences, torch.stack(out.logits)
 
 
-def assert_one_compilation(
-    model: nn.Module, lengths: Sequence[int], training: bool, backend: str = "eager"
-) -> None:
+def assert_one_compilation(model: nn.Module, lengths: Sequence[int], training: bool, **options: str) -> None:
     """One graph for all lengths, right at each at batch 1: logits, in training the gradient of every parameter.
 
     What follows Dynamo takes long, and sees the same models in an export, a package and in training.
     """
     eager = Logits(model)
-    compiled = torch.compile(eager, fullgraph=True, dynamic=True, backend=backend)
+    compiled = torch.compile(eager, fullgraph=True, dynamic=True, **(options or {"backend": "eager"}))
     parameters = [p for p in model.parameters() if p.requires_grad]
 
     def run(call: nn.Module, ids: Tensor) -> list[Tensor]:

@@ -15,8 +15,8 @@ pytest.importorskip("transformers", minversion="5.17")
 from helpers.other_libraries import LIBRARIES, outcomes, write_libraries
 from helpers.tiny import DOORS
 
-# One of each function that is replaced.
-NAMES = [*DOORS, "mamba"]
+# One of each function that is replaced; without `kernels`, where no function is decorated, one of each library.
+NAMES = {"with": [*DOORS, "mamba"], "without": ["mamba2", "qwen3_next"]}
 TESTS = Path(__file__).parents[1]
 # Without torchao, which transformers imports where it is installed, and which prints that its kernels are for a GPU.
 START = """
@@ -36,14 +36,14 @@ def test_others_are_not_called(kernels: str, tmp_path: Path) -> None:
     write_libraries(tmp_path)
     path = [str(tmp_path), str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, "-c", START, str(tmp_path / "out.pt"), kernels, *NAMES],
+        [sys.executable, "-c", START, str(tmp_path / "out.pt"), kernels, *NAMES[kernels]],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path)}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     out = torch.load(tmp_path / "out.pt", weights_only=False)
     assert out["modules"] == (kernels == "with")
 
-    for name in NAMES:
+    for name in NAMES[kernels]:
         alone, with_libraries = outcomes(name), out["models"][name]
         first, *later = with_libraries["as it is"]
         assert all(again == first for again in later)

@@ -516,7 +516,7 @@ def test_threads() -> None:
     assert not module._enabled and not module._originals
 
 
-@pytest.mark.parametrize("name", slow_but("minimax", "qwen3_next", names=DOORS))
+@pytest.mark.parametrize("name", slow_but("minimax", "mamba2", names=DOORS))
 @torch.no_grad()
 def test_compiled_before(name: str, model: nn.Module) -> None:
     """What is compiled follows `enable` and `disable`, whichever it was compiled under."""
@@ -1014,7 +1014,7 @@ def test_checkpoints(name: str, model: nn.Module) -> None:
     torch.testing.assert_close(*gradients, **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["mamba", "zamba", "inkling", "jamba"])
+@pytest.mark.parametrize("name", ["mamba", "inkling", "jamba"])
 @torch.no_grad()
 def test_packed_model_compiled(name: str, model: nn.Module) -> None:
     """The bounds go down the same way where they are traced."""
@@ -1140,9 +1140,9 @@ def test_index_without_bounds(name: str, model: nn.Module) -> None:
         model(ids, seq_idx=torch.zeros_like(ids), use_cache=False)
 
 
-@pytest.mark.parametrize("name", slow_but("kimi_linear", "mamba2", "minimax"))
+@pytest.mark.parametrize("name", slow_but("kimi_linear", "mamba2"))
 def test_compile(name: str, model: nn.Module) -> None:
-    """Without a break, in one graph for all lengths."""
+    """Without a break, in one graph for all lengths. `test_compile_training` has MiniMax."""
     with enable():
         assert_one_compilation(captured(name, model), [70, 2, 65, 384], training=False)
 
@@ -1161,12 +1161,14 @@ def test_accelerated_is_captured(name: str, model: nn.Module) -> None:
 @pytest.mark.parametrize("name", slow_but("mamba2", "minimax", names=DOORS))
 def test_compile_training(name: str, model: nn.Module) -> None:
     with enable():
-        # What follows Dynamo gets the parts of a graph one by one: it is enough to see it train one of the models.
-        backend = "inductor" if name == "mamba2" else "eager"
-        assert_one_compilation(captured(name, model), [70, 2, 65, 165], True, backend)
+        # What follows Dynamo gets the parts of a graph one by one: it is enough to see it train one of the models, and
+        # in the mode "lite" PyTorch does what Inductor would generate code for.
+        options = {"mode": "lite"} if name == "mamba2" else {}
+        assert_one_compilation(captured(name, model), [70, 2, 65, 165], True, **options)
 
 
-@pytest.mark.parametrize("name", slow_but("mamba2", "minimax", "qwen3_next"))
+# Qwen3-Next is exported in docs/how-to/transformers.md.
+@pytest.mark.parametrize("name", slow_but("mamba2", "minimax"))
 def test_export(name: str, model: nn.Module) -> None:
     """Once, for lengths it has not seen, with an op for each layer, which stays after the model is as it was."""
     with enable():
@@ -1190,6 +1192,7 @@ def test_export_without(name: str, model: nn.Module) -> None:
 @pytest.mark.parametrize("name", slow_but("minimax", names=DOORS))
 @pytest.mark.usefixtures("aoti_packages_load")
 def test_aotinductor(name: str, model: nn.Module, tmp_path) -> None:
+    del next(m.layers for m in model.modules() if hasattr(m, "layers"))[1:]  # the recurrence is in the first
     with enable():
         package = packaged(captured(name, model), tmp_path)
         # Inductor adds in another order, which changes logits of the others by as much as flacompose's order does.

@@ -1,4 +1,7 @@
-"""A compiled layer or operator goes to the backend once: no number of ours becomes symbolic and Dynamo begins again."""
+"""A compiled operator goes to the backend once: no number of ours becomes symbolic and Dynamo begins again.
+
+Layers do in test_laws.py without gradients and in test_segments.py with them, and operators with them in the contract.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 from contract.cases import NAMED, OpCase
 from contract.problems import call_named, draw, named
 from functorch.compile import make_boxed_func
-from helpers.truth import DISTINCT, EVERY, build, tokens_of
+from helpers.truth import EVERY, build, tokens_of
 from torch._dynamo.backends.common import aot_autograd
 
 from flacompose.ops import chunk_rwkv7
@@ -23,7 +26,7 @@ def _unchanged(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[...,
 
 def compiled(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
     """The function compiled for every size, and the numbers of nodes of the graphs that the backend was given."""
-    sizes, through_autograd = [], aot_autograd(fw_compiler=_unchanged, bw_compiler=_unchanged)
+    sizes, through_autograd = [], aot_autograd(fw_compiler=_unchanged)
 
     def backend(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         sizes.append(len(module.graph.nodes))
@@ -39,7 +42,7 @@ def compiled(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[int
 def test_operators_go_to_the_backend_once(case: OpCase, few_levels: None) -> None:
     problem = draw(case, torch.device("cpu"), T=9, K=4, V=4, M=4)
     run, sizes = compiled(partial(call_named, case, output_final_state=True))
-    run(**{name: x.requires_grad_() for name, x in named(problem).items()})
+    run(**named(problem))
     assert len(sizes) == 1
 
 
@@ -48,15 +51,6 @@ def test_the_default_scale_of_rwkv7_is_a_constant() -> None:
     r = torch.randn(2, 9, 2, 4)
     run, sizes = compiled(chunk_rwkv7)
     run(r, -r.abs(), r, r, r, r)
-    assert len(sizes) == 1
-
-
-@pytest.mark.parametrize("name", DISTINCT)
-def test_layers_go_to_the_backend_once(name: str, few_levels: None) -> None:
-    layer = build(EVERY[name])
-    run, sizes = compiled(layer)
-    with torch.no_grad():  # the forward alone, of which training makes the same inputs, in half of the time
-        run(tokens_of(layer, 2, 9))
     assert len(sizes) == 1
 
 

@@ -32,7 +32,7 @@ from flacompose.layers import (
     RecurrentState,
     ShortConvolution,
 )
-from flacompose.models.feed_forward import RWKV6FeedForward, RWKV7FeedForward
+from flacompose.models.feed_forward import RWKV7FeedForward
 from flacompose.models.softmax_attention import SoftmaxAttention
 
 SMALL = {"hidden_size": 16, "num_heads": 2}
@@ -582,7 +582,7 @@ def test_wrong_bounds_on_a_gpu(config, given, taken, device):
 
 @pytest.mark.parametrize(
     "part",
-    [RWKV6FeedForward(24, 8), RWKV7FeedForward(24, 8), ShortConvolution(24, 4), SoftmaxAttention(24, 2)],
+    [RWKV7FeedForward(24, 8), ShortConvolution(24, 4), SoftmaxAttention(24, 2)],
     ids=lambda part: type(part).__name__,
 )
 def test_wrong_bounds_in_plain_pytorch(part):

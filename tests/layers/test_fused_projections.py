@@ -238,10 +238,9 @@ def test_gradients(name: str) -> None:
             assert_close(p.grad, separate[path].grad, 1e-10)
 
 
-@pytest.mark.parametrize("name", ["gla", "lightning_attn"])
-def test_compiled(name: str, device: torch.device) -> None:
+def test_compiled(device: torch.device) -> None:
     """One graph for all lengths and one for tokens, also where a layer is joined after it has been compiled."""
-    layer = build(EVERY[name], device=device)
+    layer = build(EVERY["lightning_attn"], device=device)
     one = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
     state, separate = layer.init_state(2), copy.deepcopy(layer)
     with torch.no_grad():
@@ -263,7 +262,7 @@ def test_compiled(name: str, device: torch.device) -> None:
         assert_close(grad, separate.get_submodule(path).weight.grad, 1e-4)
 
 
-@pytest.mark.parametrize("name", ["gla", "gated_deltanet", "lightning_attn"])
+@pytest.mark.parametrize("name", ["gla", "gated_deltanet"])
 @torch.no_grad()
 def test_exported(name: str, tmp_path: Any) -> None:
     layer = joined(build(EVERY[name], dtype=torch.float64))

@@ -21,7 +21,6 @@ from helpers.truth import (
     EVERY,
     GLA,
     LINEAR,
-    OF_EACH_KIND,
     RETENTION,
     SHORT,
     SIMPLE_GLA,
@@ -46,6 +45,8 @@ from torch.utils import _pytree as pytree
 import flacompose
 from flacompose.layers import MLSTM, DeltaNet, RecurrentState
 from flacompose.ops._composed import logsumexp
+
+from .test_backend_calls import compiled
 
 # Mamba-3 with several keys a token differs from that with one in values, gradients and layouts, which name it below.
 CASES = {name: config for name, config in EVERY.items() if name != "mamba3 mimo"} | BOUNDED
@@ -219,7 +220,6 @@ VARIANTS = [
 ]
 LENGTHS = [70, 2, 65, 165]
 
-each_kind_of_layer = pytest.mark.parametrize("config", OF_EACH_KIND.values(), ids=OF_EACH_KIND)
 each_case = pytest.mark.parametrize("config", CASES.values(), ids=CASES)
 each_of_layouts = pytest.mark.parametrize("config", LAYOUTS.values(), ids=LAYOUTS)
 padded_or_packed = pytest.mark.parametrize("layout", ["mask", "packed"])
@@ -230,8 +230,11 @@ def unchanged(new: RecurrentState, state: RecurrentState, n: int) -> bool:
     return all(torch.equal(a[n], b[n]) for a, b in zip(tensors(new), tensors(state), strict=True))
 
 
-@pytest.mark.parametrize("config", VARIANTS, ids=described)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [(x, torch.float64) for x in VARIANTS] + [(x, torch.float32) for x in LAYOUTS.values()],
+    ids=lambda x: described(x) if isinstance(x, dict) else str(x),
+)
 @torch.no_grad()
 def test_values(config, dtype, device):
     """A layer computes what its truth does: one token, a few and more than a chunk, from zeros and from a state."""
@@ -496,21 +499,28 @@ def test_form(name, mode, T, form, device):
     assert {op for op, _, _ in calls} == {op_of(name, form)} | {op.default for op in before}
 
 
-@each_kind_of_layer
-@torch.no_grad()
-def test_compiled_decoding(config, device, few_levels):
-    """There is one graph for segments and one for tokens, whatever their order.
+WITH_TOKENS = ("rwkv7", "mamba", "mamba3", "mlstm", "abc", "griffin", "gated_deltaproduct")
 
-    What follows Dynamo sees states of every kind in `test_exact_compiled`, and a normaliser in `test_compiled_layouts`.
+
+@pytest.mark.parametrize("name", [name for name in DISTINCT if name not in ("retention", "gsa")])
+@torch.no_grad()
+def test_compiled_decoding(name, device, few_levels):
+    """There is one graph for segments and one for tokens, whatever their order. Each goes to the backend once.
+
+    test_wide.py has retention and slots, and test_segments.py tokens of HGRN.
     """
-    layer = build(config, device=device)
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
+    layer = build(EVERY[name], device=device)
+    run, graphs = compiled(layer)
+    # Tokens of the others take the operators and states of these.
+    pieces = [70, 1, 5, 1, 12, 1] if name in WITH_TOKENS else [70, 5, 15]
     x = tokens_of(layer, 2, 90)
     state, out = layer.init_state(2), []
-    for i, piece in enumerate(x.split([70, 1, 5, 1, 12, 1], 1)):
-        with torch._dynamo.config.patch(error_on_recompile=i > 1):
-            y, state = compiled(piece, state)
+    count = len({T == 1 for T in pieces})
+    for i, piece in enumerate(x.split(pieces, 1)):
+        with torch._dynamo.config.patch(error_on_recompile=i >= count):
+            y, state = run(piece, state)
         out.append(y)
+    assert len(graphs) == count
     expected, last = layer(x)
     assert_close(torch.cat(out, 1), expected, 2e-5)
     assert_states_close(state, last, 2e-5)
@@ -539,29 +549,32 @@ def results(
     return [y, *tensors(new), *torch.autograd.grad(loss, [*leaves, *layer.parameters()])]
 
 
+# Layers with a normaliser, positions, angles, several tokens in the place of one, and a scan; with convolutions.
+PACKED_GRAPHS = ("linear_attn", "retention", "mamba3", "gated_deltaproduct", "hgrn")
 # A mask is the same to all layers but those whose pads are more than tokens left out.
-WITH_PADS = ("gla", "mamba2", "rwkv6", "hgrn", "abc")
+PADDED_GRAPHS = ("gla", "rwkv6", "abc")
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [(x, "packed") for x in (*OF_EACH_KIND, "linear_attn")] + [(x, "mask") for x in WITH_PADS],
+    [(x, "packed") for x in PACKED_GRAPHS] + [(x, "mask") for x in PADDED_GRAPHS],
 )
 def test_compiled_layouts(name, layout, device, few_levels):
     """One graph does for every length, padded or packed, at batch 1, and some layers are trained in it too.
 
-    Packed sequences of others are trained by `test_exact_packed_compiled`.
+    Packed sequences of others are trained by `test_exact_packed_compiled`, and all are packed by the export of
+    test_sizes.py.
     """
     layer = build(EVERY[name], device=device)
     trained = (name, layout) in (("linear_attn", "packed"), ("gla", "mask"))
     # What follows Dynamo sees the graph of others in `test_export`.
     backend = "aot_eager" if trained else "eager"
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+    one_graph = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
     for i, T in enumerate(LENGTHS):
         N, given = placed(layout, T, device)
         x, state = tokens_of(layer, 1, T), random_state(layer, N)
         with torch._dynamo.config.patch(error_on_recompile=i > 0):
-            actual = results(compiled, layer, x, state, given, trained)
+            actual = results(one_graph, layer, x, state, given, trained)
         for a, b in zip(actual, results(layer, layer, x, state, given, trained), strict=True):
             assert_close(a, b, 1e-4 if trained else 1e-5)
 
@@ -587,19 +600,20 @@ def exported(layer: nn.Module, layout: str, device: torch.device) -> ExportedPro
     return torch.export.export(layer, (tokens_of(layer, rows, 37), state), given, dynamic_shapes=shapes)
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        *((name, "rows") for name in DISTINCT),
-        *((name, "packed") for name in OF_EACH_KIND),
-        *((name, "mask") for name in WITH_PADS),
-    ],
+# Others are exported as rows.
+EXPORTED = dict.fromkeys(("gla", "retention", "gsa", "rwkv7", "griffin"), "packed") | dict.fromkeys(
+    ("rwkv6", "mamba2", "hgrn"), "mask"
 )
+
+
+@pytest.mark.parametrize(("name", "layout"), [(name, EXPORTED.get(name, "rows")) for name in DISTINCT])
 @torch.no_grad()
 def test_export(name, layout, device, tmp_path, request):
-    """A program has a node for each recurrence, and is exact at lengths that were not traced; rows once loaded too."""
-    if layout != "rows":
+    """A program has a node for each recurrence, and is exact at lengths that were not traced; rows once loaded."""
+    lengths = [*LENGTHS[1:], 2048]
+    if layout != "rows" or name == "lightnet":
         request.getfixturevalue("few_levels")
+        lengths.pop()
     layer = build(EVERY[name], device=device, dtype=precision(device)[0])
     program = exported(layer, layout, device)
     # Linear attention sums keys beside values, and slots are written and read.
@@ -616,21 +630,19 @@ def test_export(name, layout, device, tmp_path, request):
     if layout == "packed":  # on a CPU, what reads bounds in plain PyTorch has them checked
         ops = [op for op in ops if op is not namespace.checked_bounds.default]
     assert ops == before + [op_of(name, "chunk")] * nodes
-    modules, lengths = [program.module()], LENGTHS[1:]
     if layout == "rows":
         torch.export.save(program, tmp_path / "layer.pt2")
-        modules.append(torch.export.load(tmp_path / "layer.pt2").module())
-        lengths = [*lengths, 2048]
-    for module in modules:
-        for i, T in enumerate(lengths):
-            N, given = placed(layout, T, device, N=1 + i)
-            given = {"attention_mask": None, "cu_seqlens": None} | given
-            x, state = tokens_of(layer, 1, T), random_state(layer, N)
-            y, new = module(x, state, **given)
-            expected, last = layer(x, state, **given)
-            assert isinstance(new, RecurrentState)
-            assert_close(y, expected, 1e-6)
-            assert_states_close(new, last, 1e-6)
+        program = torch.export.load(tmp_path / "layer.pt2")
+    module = program.module()
+    for i, T in enumerate(lengths):
+        N, given = placed(layout, T, device, N=1 + i)
+        given = {"attention_mask": None, "cu_seqlens": None} | given
+        x, state = tokens_of(layer, 1, T), random_state(layer, N)
+        y, new = module(x, state, **given)
+        expected, last = layer(x, state, **given)
+        assert isinstance(new, RecurrentState)
+        assert_close(y, expected, 1e-6)
+        assert_states_close(new, last, 1e-6)
 
 
 LOAD = """

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from helpers.ranks import on_two_ranks
 from helpers.truth import (
-    DISTINCT,
     EVERY,
+    OF_EACH_KIND,
     assert_close,
     assert_states_close,
     build,
@@ -192,7 +192,7 @@ def test_init_state_where_dtypes_are_mixed(config):
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("config", DISTINCT.values(), ids=DISTINCT)
+@pytest.mark.parametrize("config", OF_EACH_KIND.values(), ids=OF_EACH_KIND)
 def test_jit_trace(config):
     """A trace is exact at lengths and batch sizes that were not traced."""
     layer = build(config)

@@ -25,6 +25,7 @@ from helpers.truth import (
     with_floats,
 )
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 import flacompose.layers
 from flacompose.layers import Mamba3, RecurrentState
@@ -211,6 +212,7 @@ class Compiled:
 def test_exact_compiled(name, device, few_levels):
     """A compiled layer has one graph for segments of every length and, as everywhere in PyTorch, one for a token.
 
+    Each goes to the backend once: no number of ours becomes symbolic, and Dynamo does not begin again.
     Inductor checks the strides of what each operator returns. In its mode "lite" PyTorch does what it would generate
     code for, and that takes a tenth of the time.
     """
@@ -220,8 +222,10 @@ def test_exact_compiled(name, device, few_levels):
     graphs = {pieces.index(1), pieces.index(35)} if name == "hgrn" else {0}
     compiled = Compiled(layer, graphs, mode="lite")
     state = start_of(layer, 1, "a state")
+    counters.clear()
     check_exact(layer, compiled, x, (x, {}), rows(x, pieces), side_by_side, state)
     assert compiled.calls == len(pieces)
+    assert counters["aot_autograd"]["total"] == len(graphs)
 
 
 @pytest.mark.parametrize(("name", "backend"), [("gla", "eager"), ("rwkv6", "aot_eager")])

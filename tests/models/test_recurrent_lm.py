@@ -392,20 +392,11 @@ def test_gradients_reach_every_parameter(name: str) -> None:
 
 
 # What follows Dynamo takes most of a minute for a model, and Inductor trains one in tests/test_example.py.
-@pytest.mark.parametrize(
-    "name, backend",
-    [
-        ("gla hybrid", "aot_eager"),
-        ("rwkv6", "eager"),
-        ("rwkv7 varied", "eager"),
-        ("hgrn2", "eager"),
-        ("gated_deltanet hybrid", "eager"),
-    ],
-)
-def test_compiled(name: str, backend: str, device: torch.device) -> None:
-    """One graph serves every length, forward and backward."""
+@pytest.mark.parametrize("name", ["gla hybrid", "rwkv6", "rwkv7 varied", "hgrn2"])
+def test_compiled(name: str, device: torch.device) -> None:
+    """One graph serves every length, forward and backward. What follows Dynamo sees blocks in the next test."""
     model = loaded(name).to(device)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
     parameters = list(model.parameters())
     for length, stance in ((20, "default"), (33, "fail_on_recompile"), (70, "fail_on_recompile")):
         ids = tokens(2, length, VOCAB).to(device)
@@ -438,9 +429,8 @@ def test_compiled_blocks_share_a_graph(graphs: int, changes: dict[str, Any]) -> 
     assert counter.frame_count == graphs
 
 
-@pytest.mark.parametrize("name", ["hgrn2", "gla hybrid"])
-def test_generates_compiled(name: str, device: torch.device) -> None:
-    model, ids = loaded(name).to(device), tokens(2, 7, VOCAB).to(device)
+def test_generates_compiled(device: torch.device) -> None:
+    model, ids = loaded("gla hybrid").to(device), tokens(2, 7, VOCAB).to(device)
     expected = model.generate(ids, 6)
     model.compile(fullgraph=True, backend="eager")
     assert torch.equal(model.generate(ids, 6), expected)

@@ -18,11 +18,6 @@ from flacompose.ops._composed import logsumexp
 
 from .test_recurrent_lm import HYBRIDS, MODELS, VOCAB, close, small
 
-ASSISTED: dict[str, tuple[str, dict[str, Any]]] = {
-    "delta": ("GatedDeltaNet", {"num_heads": 2, "head_dim": 8, "expand_v": 1}),
-    "abc": ("ABCAttention", {"num_heads": 2}),
-}
-
 each_model = pytest.mark.parametrize("name", [*MODELS, *HYBRIDS])
 
 
@@ -73,8 +68,16 @@ def test_states_are_those_of_shorter_calls(name: str, device: torch.device) -> N
     )
 
 
-@each_model
-@pytest.mark.parametrize("number", [1, 4, 15])
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        *((name, 4) for name in (*MODELS, *HYBRIDS)),
+        ("rwkv6", 1),
+        ("gla hybrid", 1),
+        ("gla", 15),
+        ("gla hybrid", 15),
+    ],
+)
 @torch.no_grad()
 def test_tokens_are_those_of_the_model(name: str, number: int, device: torch.device) -> None:
     """Whatever the assistant proposes; rows accept unlike numbers of tokens. In float64, where nothing is a tie."""
@@ -107,7 +110,7 @@ def test_ends(name: str, device: torch.device) -> None:
     model, ids = loaded(name).to(device).double(), tokens(3, 5, VOCAB).to(device)
     endless = model.generate(ids, 12)
     lengths = set()
-    for end in [[int(t)] for t in endless.unique()] + [endless.unique().tolist(), endless[:, 3].tolist()]:
+    for end in [[int(t)] for t in endless.unique()[:4]] + [endless.unique().tolist(), endless[:, 3].tolist()]:
         expected = model.generate(ids, 12, eos_token_id=end)
         lengths.add(expected.shape[1])
         for assistant in (model, erring(model)):
@@ -136,27 +139,18 @@ def test_few_tokens(new: int) -> None:
 
 
 @torch.no_grad()
-def test_compiled(device: torch.device) -> None:
-    model, ids = loaded("gla hybrid").to(device).double(), tokens(2, 5, VOCAB).to(device)
-    assistant = erring(model)
-    expected = model.generate(ids, 9)
-    model.compile(fullgraph=True, dynamic=True, backend="eager")
-    assert torch.equal(model.generate(ids, 9, assistant=assistant), expected)
+def test_compilations(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three graphs for each model, of a prompt, a token and several tokens, whatever B and T.
 
-
-@pytest.mark.parametrize("name", list(ASSISTED))
-@torch.no_grad()
-def test_compilations(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three graphs for each model, of a prompt, a token and several tokens, whatever B and T, and others for one row.
-
-    For the compiler all states are alike, whether they come from a prompt, from a step or from `at`.
+    docs/how-to/speculative.md has others for one row. For the compiler all states are alike, whether they come from a
+    prompt, from a step or from `at`.
     """
     monkeypatch.setattr(logsumexp, "LEVELS", 5)  # of which a graph has as many times its code
     torch._dynamo.reset()
-    layer, options = ASSISTED[name]
+    delta = {"layer": "GatedDeltaNet", "layer_options": {"num_heads": 2, "head_dim": 8, "expand_v": 1}}
     attn = [{"layers": [1], "num_heads": 2}]
-    model = small(layer=layer, layer_options=options, attn=attn).to(device).double()
-    assistant = small(layer=layer, layer_options=options, num_hidden_layers=1).to(device).double()
+    model = small(layer="ABCAttention", attn=attn).to(device).double()
+    assistant = small(**delta, num_hidden_layers=1).to(device).double()
     plain = copy.deepcopy(model)
     for compiled in (model, assistant):
         compiled.compile(fullgraph=True, dynamic=True, backend="eager")
@@ -171,8 +165,6 @@ def test_compilations(name: str, device: torch.device, monkeypatch: pytest.Monke
     assert counters["stats"]["unique_graphs"] == 5  # the model itself reads no single token
     model.generate(tokens(4, 6, VOCAB).to(device), 3)
     assert counters["stats"]["unique_graphs"] == 6
-    with torch._dynamo.config.patch(recompile_limit=16):  # more of them raise an error
-        generate(1, 9)
 
 
 def test_errors() -> None:
