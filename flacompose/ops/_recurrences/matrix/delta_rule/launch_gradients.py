@@ -70,8 +70,6 @@ def compute_gradients(
             "dgk": dgk,
             "factorisable_tiles": tokens.per_chunk(HV, tiles, dtype=torch.int8),
         }
-        if plan.gradients.takes_marks:
-            arguments["factorisable_chunks"] = gates.factorisable_chunks
     launch_steps(plan.gradients.steps, tokens.chunks * heads, tokens, H=H, **arguments)
     found = _added_up(x, made)
     if dgk is not None:
