@@ -7,7 +7,7 @@ bfloat16 that is aligned, and are in no graph: see `_launch/hopper`. "Read by `k
 Forward: for each chunk the WY factors, then state passing.
 
     gates          condition                              kernel                            file
-    heads or none  Hopper, K, V 64 or 128, read by `k`    hopper_inverse_kernel             hopper/head_factors.py
+    heads or none  Hopper, K, V 64 or 128, read by `k`    hopper_head_factor_kernel: Y alone hopper/head_factors.py
                                                           hopper_head_state_passing_kernel  hopper/head_state_passing.py
     heads or none  Hopper, K 64 or 128                    hopper_head_factor_kernel         hopper/head_factors.py
     heads or none  otherwise                              delta_factor_kernel               kernels.py
@@ -133,12 +133,11 @@ def _factors(x: CallOperands, forward: bool) -> tuple[tuple[Step, ...], bool]:
     chip, bfloat16, K, V = x.tokens.chip, x.tokens.bfloat16, x.tokens.K, x.tokens.V
     takes = partial(hopper.takes, chip)
     if x.gk is None:
+        in_gluon = Step("hopper.head_factors", "hopper_head_factor_kernel", {"num_warps": 4, "maxnreg": 168})
         if forward and x.reads_by_key and takes((*x.read_by, x.v), K, V) and x.v_token % 8 == 0:
-            config = {"num_warps": 4, "maxnreg": 96}
-            return (Step("hopper.head_factors", "hopper_inverse_kernel", config),), True
+            return (in_gluon._replace(config={"num_warps": 4, "maxnreg": 96}),), True
         if takes(x.read_by, K):
-            config = {"num_warps": 4, "maxnreg": 168}
-            return (Step("hopper.head_factors", "hopper_head_factor_kernel", config),), False
+            return (in_gluon,), False
         return (Step("kernels", "delta_factor_kernel", factor_config(bfloat16)),), False
     # Chunks with factorisable gates are computed and marked first, the others by the second launch. Wider tiles
     # of gates that are not factorisable spill three times as many registers.
