@@ -235,6 +235,7 @@ def delta_add_heads_kernel(
     BLOCK: tl.constexpr,
 ):
     """The `size` sums of `x` over the heads of values that share keys, rounded after each addition."""
+    size = size // K * K  # tells Triton that a thread may load and store 16 bytes at a time
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x += i // K * (GROUP * K) + i % K
     total = tl.load(x, mask=i < size, other=0.0)
