@@ -241,21 +241,16 @@ def _channel_gradients(x: CallOperands, do: Tensor) -> GradientPlan:
     config = channel_gradient_config(tokens.chip, tokens.bfloat16)
     tiles = tile_count(tokens.K, config["BK"])
     others = partial(Step, "channel_gradients", "delta_channel_gradient_kernel", programs=tiles)
+    last = others(config=config | {"FACTORISABLE": False})
     if hopper.takes(tokens.chip, (*x.read_by, do), tokens.K, tokens.V):
         in_gluon = {"BK": config["BK"], "num_warps": 4}
-        steps = (
-            Step("hopper.channel_block_gradients", "hopper_channel_block_gradient_kernel", in_gluon, tiles),
-            others(config=config | {"FACTORISABLE": False}),
+        first = Step(
+            "hopper.channel_block_gradients", "hopper_channel_block_gradient_kernel", in_gluon, tiles
         )
-        return GradientPlan(steps)
+        return GradientPlan((first, last))
     of_products = product_gradient_config(tokens.bfloat16)
     products = Step("channel_gradients", "delta_channel_product_gradient_kernel", of_products)
-    steps = (
-        products,
-        others(config=config | {"FACTORISABLE": True}),
-        others(config=config | {"FACTORISABLE": False}),
-    )
-    return GradientPlan(steps)
+    return GradientPlan((products, others(config=config | {"FACTORISABLE": True}), last))
 
 
 def warm_start_count(chunks: int, programs: int) -> int:
