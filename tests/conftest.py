@@ -43,9 +43,10 @@ def pytest_collect_file(file_path: Path) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is loaded by now stays, and the garbage collector need not walk it again and again."""
+    """The garbage collector need not walk what is loaded by now, and need not walk graphs in the making often."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
 
 
 @pytest.fixture(scope="session")

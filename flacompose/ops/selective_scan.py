@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose._errors import ValueError
 from flacompose.ops._arguments import require
 from flacompose.ops._operators.checked import check_steps, check_values, checking
 from flacompose.ops._recurrences.elementwise.selective_scan import op
-from flacompose.ops._tensors.dtype import upcast
-from flacompose.ops._tensors.gates import time_step
-from flacompose.ops._tensors.packed import inside
 
 
 def selective_scan_fn(
@@ -103,26 +99,9 @@ def selective_scan_fn(
             bias = None if delta_bias is None else delta_bias.reshape(channels)
             check_steps("delta", delta, bias, cu_seqlens)
 
-    more_than_scan = D is not None or z is not None or delta_bias is not None or delta_softplus
-    tokens = None
-    if more_than_scan and cu_seqlens is not None:
-        # A token in no sequence may be NaN. Set to 0, it adds nothing to the gradients of D and delta_bias.
-        tokens = inside(cu_seqlens, T)[:, None]
-        u, delta = u.where(tokens, 0), delta.where(tokens, 0)
-        z = None if z is None else z.where(tokens, 0)
-    if delta_bias is not None or delta_softplus:
-        bias = None if delta_bias is None else delta_bias.reshape(channels)
-        delta = time_step(delta, bias, delta_softplus, u)
+    bias = None if delta_bias is None else delta_bias.reshape(channels)
     if not grouped:
         B, C = B.unsqueeze(2), C.unsqueeze(2)
-    y, states = op.forward(*op.Inputs(u, delta, A, B, C, initial_states, cu_seqlens))
-    out = y
-    if D is not None:
-        out = upcast(out) + upcast(u) * D
-    if z is not None:
-        out = upcast(out) * F.silu(upcast(z, u))
-    out = out.to(y.dtype)
-    if tokens is not None:
-        # Tokens in no sequence are 0, but the product of 0 with an infinite `D` or gradient would be NaN.
-        out = out.where(tokens, 0)
-    return (out, states) if return_last_state else out
+    given = op.Inputs(u, delta, A, B, C, D, z, bias, initial_states, cu_seqlens, delta_softplus)
+    y, states = op.forward(*given)
+    return (y, states) if return_last_state else y

@@ -99,6 +99,7 @@ CALLS_OF_OPERATORS = ONE_EACH if torch.cuda.is_available() else [*CALLS.values()
 each_call_of_operators = every([case for case in CALLS_OF_OPERATORS if case in DISTINCT])
 # To Inductor an operator on a CPU is a call of no known code.
 OPERATORS = {case.forward: case for case in reversed(INDUCTOR) if case.form != "recurrent"}
-one_op_a_graph = every(INDUCTOR if torch.cuda.is_available() else OPERATORS.values())
+ONE_OP_A_GRAPH = INDUCTOR if torch.cuda.is_available() else [*OPERATORS.values()]
+one_op_a_graph = every(ONE_OP_A_GRAPH)
 # On a GPU the losses of each input go through other launches.
 LOSSES = ["o", "state", "both"] if torch.cuda.is_available() else ["both"]

@@ -19,7 +19,16 @@ from flacompose.ops import chunk_gla
 from flacompose.ops._composed import logsumexp
 
 from .accuracy import assert_close
-from .cases import CALLS_OF_OPERATORS, INDUCTOR, ONE_EACH, SSD, OpCase, every, one_op_a_form, one_op_a_graph
+from .cases import (
+    CALLS_OF_OPERATORS,
+    INDUCTOR,
+    ONE_OP_A_GRAPH,
+    SSD,
+    OpCase,
+    every,
+    one_op_a_form,
+    one_op_a_graph,
+)
 from .problems import Problem, Results, call, draw, evaluate
 
 LENGTHS = [64, 2, 65, 165]
@@ -66,7 +75,7 @@ def exactness(case: OpCase, device: torch.device) -> float:
 
 @pytest.mark.parametrize(
     ("case", "B", "dynamic"),
-    [(case, 1, True) for case in ONE_EACH] + [(case, 2, None) for case in CALLS_OF_OPERATORS],
+    [(case, 1, True) for case in CALLS_OF_OPERATORS] + [(case, 2, None) for case in ONE_OP_A_GRAPH],
     ids=lambda x: x.name if isinstance(x, OpCase) else str(x),
 )
 @one_graph
@@ -89,7 +98,7 @@ def test_one_graph_for_every_length(case: OpCase, B: int, dynamic: bool | None, 
 
 @pytest.mark.parametrize(
     ("case", "N"),
-    [(case, 5) for case in CALLS_OF_OPERATORS] + [(case, 1) for case in INDUCTOR],
+    [(case, 5) for case in CALLS_OF_OPERATORS] + [(case, 1) for case in ONE_OP_A_GRAPH],
     ids=lambda x: x.name if isinstance(x, OpCase) else str(x),
 )
 @one_graph

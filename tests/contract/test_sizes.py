@@ -14,14 +14,18 @@ from flacompose.ops import chunk_hgrn, chunk_simple_gla
 from flacompose.ops._composed import logsumexp
 
 from .accuracy import assert_close, assert_equal
-from .cases import CALLS_OF_OPERATORS, MAMBA3, OpCase, every
+from .cases import CALLS_OF_OPERATORS, MAMBA3, ONE_OP_A_GRAPH, OpCase
 from .problems import Problem, draw, evaluate
 
 Function = Callable[[dict[str, Tensor], Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 # Mamba-3 is made of head decay and the scan: a program of its layer is tested in tests/layers/test_sizes.py.
-one_of_each = every([case for case in CALLS_OF_OPERATORS if case is not MAMBA3])
-each_layout = pytest.mark.parametrize("layout", ["rows", "packed"])
+CALLS = [case for case in CALLS_OF_OPERATORS if case is not MAMBA3]
+each_call = pytest.mark.parametrize(
+    ("case", "layout"),
+    [(case, "packed") for case in CALLS] + [(case, "rows") for case in ONE_OP_A_GRAPH],
+    ids=lambda x: x.name if isinstance(x, OpCase) else x,
+)
 unknown_sizes = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, error_on_recompile=True)
 
 
@@ -87,8 +91,7 @@ def problems(case: OpCase, layout: str, device: torch.device) -> list[tuple[Prob
     return calls
 
 
-@one_of_each
-@each_layout
+@each_call
 @unknown_sizes
 def test_training(case: OpCase, layout: str, device: torch.device) -> None:
     plain = function(case, layout)
@@ -112,8 +115,7 @@ class Program(nn.Module):
         return self.function(tensors, tokens, other)
 
 
-@one_of_each
-@each_layout
+@each_call
 def test_export(case: OpCase, layout: str, device: torch.device) -> None:
     plain = function(case, layout)
     calls = [(problem.tensors, *masks) for problem, *masks in problems(case, layout, device)]

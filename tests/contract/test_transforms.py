@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .accuracy import assert_close as assert_results_close
 from .accuracy import assert_equal
-from .cases import CALLS_OF_OPERATORS, DISTINCT, OpCase, each_gated_op, each_op, every
+from .cases import CALLS_OF_OPERATORS, DISTINCT, ONE_OP_A_GRAPH, OpCase, each_gated_op, each_op, every
 from .graphs import recorded
 from .problems import Problem, call, call_reference, draw, evaluate, permuted
 
@@ -229,7 +229,8 @@ def test_flops(case: OpCase, device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     ("case", "layout", "lengths"),
-    [(case, *how) for case in CALLS_OF_OPERATORS for how in (("permuted", [2, 0, 1]), ("contiguous", None))],
+    [(case, "permuted", [2, 0, 1]) for case in CALLS_OF_OPERATORS]
+    + [(case, "contiguous", None) for case in ONE_OP_A_GRAPH],
     ids=lambda x: x.name if isinstance(x, OpCase) else "packed" if isinstance(x, list) else str(x),
 )
 def test_opcheck(case: OpCase, layout: str, lengths: list[int] | None, device: torch.device) -> None:

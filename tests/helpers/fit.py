@@ -40,6 +40,7 @@ def check(job: Job) -> str | None:
     """What is wrong with a launch."""
     launch, capability, at = job
     try:
+        launch.compile(capability)
         excess = launch.excess(capability)
     except Exception as error:  # one launch that does not compile must not hide the others
         excess = f"{type(error).__name__}: {error}"

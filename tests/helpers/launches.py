@@ -129,27 +129,39 @@ class Launch:
         return found
 
     def compile(self, capability: int) -> Any:
-        """What Triton knows of it once it is compiled for a GPU of this compute capability."""
+        """Its machine code for a GPU of this compute capability, and what Triton knows of it then."""
         target = GPUTarget("cuda", capability, 32)
-        return triton.compile(self.source, target=target, options=dict(self.options)).metadata
+        return triton.compile(self.source, target=target, options=dict(self.options))
 
-    def parse(self, capability: int) -> Any:
-        """The kernel in Triton's own IR, the first step of its compilation, which takes a fraction of the time."""
+    def memory(self, capability: int) -> dict[str, Any]:
+        """What Triton knows of it once it is LLVM's IR, the memory that it takes above all: half of a compilation."""
+        backend, options, module = self.parse(capability)
+        metadata: dict[str, Any] = {"target": backend.target, **vars(options)}
+        stages: dict[str, Any] = {}
+        backend.add_stages(stages, options, self.source.language)
+        for name in ("ttir", "ttgir", "llir"):
+            if name in stages:  # Gluon begins with the second
+                module = stages[name](module, metadata)
+        return metadata
+
+    def parse(self, capability: int) -> tuple[Any, Any, Any]:
+        """Triton's backend, its options, and the kernel in Triton's own IR: the first step of a compilation."""
         target, context = GPUTarget("cuda", capability, 32), ir.context()
         backend = make_backend(target)
         ir.load_dialects(context)
         backend.load_dialects(context)
         options = backend.parse_options(dict(self.options))
         functions = backend.get_codegen_implementation(options)
-        return self.source.make_ir(target, options, functions, backend.get_module_map(), context)
+        module = self.source.make_ir(target, options, functions, backend.get_module_map(), context)
+        return backend, options, module
 
     def excess(self, capability: int) -> str | None:
         """What it wants and cannot have there, or None if it fits."""
-        metadata, limit = self.compile(capability), CHIPS[capability].shared_memory
-        if metadata.shared > limit:
-            return f"{metadata.shared} bytes of shared memory, of {limit}"
-        if (metadata.tmem_size or 0) > TENSOR_MEMORY:
-            return f"{metadata.tmem_size} columns of tensor memory, of {TENSOR_MEMORY}"
+        memory, limit = self.memory(capability), CHIPS[capability].shared_memory
+        if memory["shared"] > limit:
+            return f"{memory['shared']} bytes of shared memory, of {limit}"
+        if memory.get("tmem_size", 0) > TENSOR_MEMORY:
+            return f"{memory['tmem_size']} columns of tensor memory, of {TENSOR_MEMORY}"
         return None
 
     def __str__(self) -> str:
@@ -429,9 +441,11 @@ def other_calls(dtype: torch.dtype, T: Size, bounds: Size | None = None) -> Iter
             yield from _calls(f"short_conv D={D} W={W} {at}", short_conv, args, x, masks, state)
         for S in (1, 16, 200):
             B, state = new(1, T, 1, S, dtype=dtype), new(rows, D, S)
-            args = x, g, new(D, S), B, B, state, cu_seqlens
-            masks = _masks("x dt A B C initial_state", "x")
-            yield from _calls(f"selective_scan D={D} S={S} {at}", selective_scan, args, x, masks, state)
+            masks = list(_masks("x dt A B C D z dt_bias initial_state", "x"))
+            for around in (new(D), x, new(D)), (None, None, None):
+                args = x, g, new(D, S), B, B, *around, state, cu_seqlens, around[0] is not None
+                given = [[want and y is not None for want, y in zip(mask, args)] for mask in masks]
+                yield from _calls(f"selective_scan D={D} S={S} {at}", selective_scan, args, x, given, state)
 
 
 def every_call(

@@ -179,6 +179,21 @@ def test_a_strong_gate_that_no_read_meets() -> None:
 
 
 @triton.jit
+def _multiply(x, n):
+    i = tl.arange(0, 4)
+    tl.store(x + i, i * n)
+
+
+def test_overflow_is_seen() -> None:
+    """The tests' interpreter checks integers in a way of its own."""
+    x = torch.zeros(4, dtype=torch.int64)
+    _multiply[(1,)](x, 2**29)
+    assert x.tolist() == [0, 2**29, 2**30, 3 * 2**29]
+    with pytest.raises(triton.runtime.errors.InterpreterError, match="int overflow"):
+        _multiply[(1,)](x, 2**30)
+
+
+@triton.jit
 def _has_bounded_means(g, out, rows, columns):
     i, j = tl.arange(0, 64)[:, None], tl.arange(0, 32)[None, :]
     is_factorisable = has_bounded_means(tl.load(g + i * 32 + j), (i < rows) & (j < columns))

@@ -674,8 +674,9 @@ def test_gates_of_heads_beside_those_of_channels(wanted: bool) -> None:
 def test_states_are_computed_where_a_gradient_needs_them(wanted: int, S: int) -> None:
     """In the selective scan, those of dt, A and C do."""
     x, A, B = torch.zeros(1, 5, 6), torch.zeros(6, S), torch.zeros(1, 5, 2, S)
-    args = x, x, A, B, B, torch.zeros(1, 6, S), None, x, None, [i == wanted for i in range(6)]
-    launches, _ = launched(lambda: flat(selective_scan, "backward")(*args))
+    args = x, x, A, B, B, None, None, None, torch.zeros(1, 6, S), None, False, x, None
+    mask = [i == wanted for i in (0, 1, 2, 3, 4, -1, -1, -1, 5)]
+    launches, _ = launched(lambda: flat(selective_scan, "backward")(*args, mask))
     assert len(launches) == 1 + (wanted in (1, 2, 4))
 
 

@@ -56,6 +56,15 @@ def test_weights_that_are_all_small(form: Callable[..., Any]) -> None:
     torch.testing.assert_close(form(*inputs)[0], inputs.v)
 
 
+@pytest.mark.parametrize("form", [chunk, recurrent], ids=["chunk", "recurrent"])
+def test_writes_that_have_decayed_to_zero(form: Callable[..., Any]) -> None:
+    """The maximum of a key so low that a decay is below its rounding stays, and counts no more than the write."""
+    inputs = draw(3, state=False)
+    k = torch.tensor([-1e30, -1e38, -1e38])[:, None].expand_as(inputs.k).contiguous()
+    o = form(*inputs._replace(k=k, w=torch.full_like(inputs.w, -1e4)))[0]
+    torch.testing.assert_close(o[:, 2], inputs.v[:, 2])
+
+
 def test_roundings_do_not_add_up() -> None:
     """Over a slow decay, in which the maximum does nothing but decay."""
     inputs = draw(400, D=3, state=False)

@@ -15,6 +15,7 @@ from helpers.unregistered import launched
 
 from flacompose.ops._launch import sequences
 from flacompose.ops._recurrences.elementwise.selective_scan import cuda
+from ops._recurrences.elementwise.test_selective_scan import FULL, OPTIONS, WITH, case_of
 from ops._recurrences.test_kernels import CPU, check
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
@@ -27,8 +28,16 @@ def test_lengths(case: OpCase, T: int) -> None:
     check(draw(case, CPU, B=2, H=2, T=T, K=3, V=4))
 
 
+@pytest.mark.parametrize("given", WITH)
+@pytest.mark.parametrize("lengths", [None, [0, 17, 1, 3]], ids=["dense", "packed"])
+def test_skip_gate_and_time_steps(given: str, lengths: list[int] | None) -> None:
+    softplus, options = WITH[given]
+    case = case_of(softplus, *(x for x in options if x in OPTIONS))
+    check(draw(case, CPU, B=1, K=3, V=4, T=21, lengths=lengths))
+
+
 @pytest.mark.parametrize("tile", [(2, 2), (1, 4)], ids=str)
-@pytest.mark.parametrize(("case", "K", "V"), [(SELECTIVE, 5, 3), (SELECTIVE, 2, 5), (SELECTIVE_GROUPS, 3, 6)])
+@pytest.mark.parametrize(("case", "K", "V"), [(FULL, 5, 3), (SELECTIVE, 2, 5), (SELECTIVE_GROUPS, 3, 6)])
 def test_several_tiles(
     case: OpCase, K: int, V: int, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,7 +115,7 @@ def _write(j, left, k, w, own, begun_m, m):
 @triton.jit
 def _read(a, b, m, k, v, u):
     """The weights of the past (a and b) and of the token in the output, and the output."""
-    # The maximum of a state without writes is meaningless.
+    # The maximum of a state without writes, or whose writes have decayed to 0, is meaningless.
     before, now = tl.where(b > 0, m, LOWEST), u + k
     top = tl.maximum(before, now)
     past, present = tl.exp(before - top), tl.exp(now - top)

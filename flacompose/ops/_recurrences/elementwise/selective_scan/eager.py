@@ -1,6 +1,7 @@
 """Chunked PyTorch of the selective scan, for every device without a Triton kernel.
 
-    h_t = exp(dt_t A) * h_{t-1} + dt_t x_t B_t^T        y_t = h_t C_t
+    Delta_t = softplus(dt_t + dt_bias)        h_t = exp(Delta_t A) * h_{t-1} + Delta_t x_t B_t^T
+    y_t = h_t C_t        o_t = (y_t + D x_t) * silu(z_t)
 
 The states of all tokens would be S times as large as the inputs, so they are computed for one cache block of
 chunks at a time. Within a block all chunks are scanned in parallel, token by token, twice: from zero, for the
@@ -13,6 +14,7 @@ chunks. Everything is functional and differentiable to any order.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose.ops._operators.signature import BackwardCall, Gradients
@@ -24,74 +26,136 @@ from flacompose.ops._recurrences.elementwise.token_chunks import (
     gradients,
     state_after,
 )
-from flacompose.ops._tensors.gates import decays_to_zero
+from flacompose.ops._tensors.dtype import upcast
+from flacompose.ops._tensors.gates import decays_to_zero, time_step
+from flacompose.ops._tensors.packed import without_tail
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """``(y [B, T, D], final_state [N, D, S])``."""
-    scan = _Scan(inputs)
-    passing = StatePassing(scan.chunks, scan.initial(inputs.initial_state))
-    y = []
-    for chunks in scan.segments:
-        segment = _Segment(scan, chunks)
-        before = segment.pass_states(passing, state_after(segment.decays, segment.writes))
-        h = torch.stack(decayed_states(segment.decays, segment.writes, before)) + segment.writes
-        y.append((h @ segment.C.unsqueeze(-1)).squeeze(-1))
-    return scan.join(y).flatten(2).to(inputs.x.dtype, copy=True), scan.final(passing)
+    """``(o [B, T, D], final_state [N, D, S])``."""
+    inputs = _without_tail(inputs)
+    y, final_state = _forward(inputs)
+    return gated(inputs, y), final_state
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
-    wants = call.wants
-    scan = _Scan(call.inputs, call.do)
+    wants, inputs = call.wants, _without_tail(call.inputs)
+    (do,) = without_tail(inputs.cu_seqlens, call.do)
+    dy, dz = do, None
+    if inputs.z is not None:
+        dy, dz = of_gate(inputs, inputs.z, _forward(inputs)[0] if wants("z") else None, do)
+    found = _backward(call, inputs, dy)
+    if "x" in found and inputs.D is not None:
+        found["x"] = found["x"] + upcast(dy, found["x"]) * inputs.D
+    if "dt" in found and inputs.softplus:
+        raw = time_step(inputs.dt, inputs.dt_bias, False, inputs.x)
+        found["dt"] = found["dt"] * raw.sigmoid()
+    return call.made(
+        **found,
+        D=lambda: (upcast(dy, inputs.x) * upcast(inputs.x)).sum((0, 1)),
+        z=dz,
+        dt_bias=lambda: found["dt"].sum((0, 1)),
+    )
+
+
+def gated(inputs: Inputs, y: Tensor) -> Tensor:
+    """The output, a new tensor, from ``y [B, T, D]`` in the dtype of states."""
+    if inputs.D is not None:
+        y = y + upcast(inputs.x) * inputs.D
+    if inputs.z is not None:
+        y = y * F.silu(upcast(inputs.z, inputs.x))
+    # A product of an infinite `D` with the zeros of a token in no sequence would be NaN.
+    (y,) = without_tail(inputs.cu_seqlens, y)
+    return y.to(inputs.x.dtype, copy=True)
+
+
+def of_gate(inputs: Inputs, z: Tensor, y: Tensor | None, do: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The gradients of the gated sum and, from `y`, of `z`."""
+    z, do = upcast(z, inputs.x), upcast(do)
+    if y is None:
+        return do * F.silu(z), None
+    if inputs.D is not None:
+        y = y + upcast(inputs.x) * inputs.D
+    opened = z.sigmoid()
+    (dz,) = without_tail(inputs.cu_seqlens, do * y * opened * (1 + z * (1 - opened)))
+    return do * F.silu(z), dz
+
+
+def _without_tail(inputs: Inputs) -> Inputs:
+    """Zeros for tokens in no sequence: they add nothing to the gradients of `D` and `dt_bias`."""
+    x, dt, z, cu_seqlens = inputs.x, inputs.dt, inputs.z, inputs.cu_seqlens
+    x, dt = without_tail(cu_seqlens, x, dt)
+    return inputs._replace(x=x, dt=dt, z=None if z is None else without_tail(cu_seqlens, z)[0])
+
+
+def _forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """``(y [B, T, D], final_state [N, D, S])`` in the dtype of states."""
+    scan = _Scan(inputs)
+    passing = StatePassing(scan.chunks, scan.initial(inputs.initial_state))
+    y = []
+    for chunks in scan.cache_blocks:
+        block = _CacheBlock(scan, chunks)
+        before = block.pass_states(passing, state_after(block.decays, block.writes))
+        h = torch.stack(decayed_states(block.decays, block.writes, before)) + block.writes
+        y.append((h @ block.C.unsqueeze(-1)).squeeze(-1))
+    return scan.join(y).flatten(2), scan.final(passing)
+
+
+def _backward(call: BackwardCall[Inputs], inputs: Inputs, dy: Tensor) -> Gradients:
+    """The gradients of the scan that are wanted, those of time steps for `dt`."""
+    wants, scan = call.wants, _Scan(inputs, dy)
     before = []
-    if wants("dt", "A", "C"):
-        passing = StatePassing(scan.chunks, scan.initial(call.inputs.initial_state))
-        for chunks in scan.segments:
-            segment = _Segment(scan, chunks)
-            before.append(segment.pass_states(passing, state_after(segment.decays, segment.writes)))
+    if wants("dt", "dt_bias", "A", "C"):
+        passing = StatePassing(scan.chunks, scan.initial(inputs.initial_state))
+        for chunks in scan.cache_blocks:
+            block = _CacheBlock(scan, chunks)
+            before.append(block.pass_states(passing, state_after(block.decays, block.writes)))
 
     passing = StatePassing(scan.chunks, scan.initial(call.arriving.final_state), reverse=True)
     dx, ddt, dB, dC = [], [], [], []
     dA = torch.zeros_like(scan.A)
-    for chunks in reversed(scan.segments):
-        segment = _Segment(scan, chunks)
-        x, dt = segment.x, segment.dt
-        decays, reads = segment.decays.unbind(), segment.reads.unbind()
-        after = segment.pass_states(passing, gradient_before(decays, reads))
-        if wants("dt", "A", "C"):
-            decayed = torch.stack(decayed_states(decays, segment.writes, before.pop()))
+    for chunks in reversed(scan.cache_blocks):
+        block = _CacheBlock(scan, chunks)
+        x, dt = block.x, block.dt
+        decays, reads = block.decays.unbind(), block.reads.unbind()
+        after = block.pass_states(passing, gradient_before(decays, reads))
+        if before:
+            decayed = torch.stack(decayed_states(decays, block.writes, before.pop()))
         if wants("C"):
-            dC.append((segment.dy.unsqueeze(-2) @ (decayed + segment.writes)).squeeze(-2))
-        if not wants("x", "dt", "A", "B"):
+            dC.append((block.dy.unsqueeze(-2) @ (decayed + block.writes)).squeeze(-2))
+        if not wants("x", "dt", "dt_bias", "A", "B"):
             continue
         dh = torch.stack(gradients(decays, reads, after))
-        if wants("x", "dt"):
-            d_product = (dh @ segment.B.unsqueeze(-1)).squeeze(-1)  # the gradient of dt * x
+        if wants("x", "dt", "dt_bias"):
+            d_product = (dh @ block.B.unsqueeze(-1)).squeeze(-1)  # the gradient of dt * x
             dx.append(dt * d_product)
-        if wants("dt", "A"):
+        if wants("dt", "dt_bias", "A"):
             d_exponent = dh * decayed
-        if wants("dt"):
+        if wants("dt", "dt_bias"):
             ddt.append(x * d_product + (d_exponent * scan.A_of_dt).sum(-1))
         if wants("A"):
             dA = dA + (d_exponent * dt.unsqueeze(-1)).sum((0, 1, 3)).unsqueeze(1)
         if wants("B"):
             dB.append(((dt * x).unsqueeze(-2) @ dh).squeeze(-2))
-    return call.made(
-        x=lambda: scan.join(dx[::-1]).flatten(2).clone(),
-        dt=lambda: scan.join(ddt[::-1]).flatten(2).clone(),
-        A=lambda: dA.flatten(0, 2).clone(),
-        B=lambda: scan.join(dB[::-1]),
-        C=lambda: scan.join(dC[::-1]),
-        initial_state=lambda: scan.final(passing),
-    )
+    found = {
+        "x": lambda: scan.join(dx[::-1]).flatten(2).clone(),
+        "dt": lambda: scan.join(ddt[::-1]).flatten(2).clone(),
+        "A": lambda: dA.flatten(0, 2).clone(),
+        "B": lambda: scan.join(dB[::-1]),
+        "C": lambda: scan.join(dC[::-1]),
+        "initial_state": lambda: scan.final(passing),
+    }
+    needed = call.wanted | ({"dt"} if wants("dt_bias") else set())
+    return {name: make() for name, make in found.items() if name in needed}
 
 
 class _Scan:
     """The chunks of one call, cut by `Chunks`: its heads are groups of P channels."""
 
     def __init__(self, inputs: Inputs, dy: Tensor | None = None) -> None:
-        x, dt, A, B, C, _, cu_seqlens = inputs
+        x, A, B, C, cu_seqlens = inputs.x, inputs.A, inputs.B, inputs.C, inputs.cu_seqlens
+        dt = time_step(inputs.dt, inputs.dt_bias, inputs.softplus, x)
         self.groups = B.shape[2], x.shape[2] // B.shape[2]
         self.x, self.dt = (y.unflatten(2, self.groups) for y in (x, dt))
         self.dy = None if dy is None else dy.unflatten(2, self.groups)
@@ -101,7 +165,7 @@ class _Scan:
         A = A.to(self.chunks.dtype).contiguous().unflatten(0, self.groups).unsqueeze(1)  # [G, 1, P, S]
         self.A = A.clamp(min=torch.finfo(A.dtype).min)
         self.A_of_dt = A.masked_fill(decays_to_zero(A), 0)
-        self.segments = self.chunks.cache_blocks(self.chunks.B * self.chunks.size * A.numel())
+        self.cache_blocks = self.chunks.cache_blocks(self.chunks.B * self.chunks.size * A.numel())
 
     def initial(self, state: Tensor | None) -> Tensor:
         """A state, or the gradient of one, as ``[N, G, P, S]``."""
@@ -112,12 +176,12 @@ class _Scan:
     def final(self, passing: StatePassing) -> Tensor:
         return passing.end().flatten(1, 2).clone()
 
-    def join(self, segments: list[Tensor]) -> Tensor:
+    def join(self, blocks: list[Tensor]) -> Tensor:
         """``[B, T, G, ...]`` from the tokens of all cache blocks."""
-        return self.chunks.join(*(x.movedim(0, 3) for x in segments))
+        return self.chunks.join(*(x.movedim(0, 3) for x in blocks))
 
 
-class _Segment:
+class _CacheBlock:
     """The tokens of a cache block, as tensors ``[C, B, G, R, ...]``, the place in a chunk first."""
 
     def __init__(self, scan: _Scan, chunks: Chunks) -> None:

@@ -21,7 +21,7 @@ from flacompose.ops._recurrences.elementwise.selective_scan.inputs import (
     Inputs as Inputs,  # for the public functions
 )
 from flacompose.ops._recurrences.forms import define_ops, initial_gradient
-from flacompose.ops._tensors.gates import log_decay_of_step
+from flacompose.ops._tensors.gates import log_decay_of_step, time_step
 
 
 def _flops(x, dt, A, *_, **__) -> int:
@@ -36,8 +36,10 @@ d_initial = initial_gradient(SIGNATURE, _ops["backward"])
 
 def transition(inputs: Inputs) -> tuple[Decay, Tensor]:
     """The transition of each sequence: the log decays ``[N, D, S]``, and the state reached from zero."""
-    # C does not change the state.
-    end, sum_dt = _ends(*inputs._replace(C=inputs.B.detach(), initial_state=None))
+    dt = time_step(inputs.dt, inputs.dt_bias, inputs.softplus, inputs.x)
+    # C, the skip and the gate do not change the state.
+    state = Inputs(inputs.x, dt, inputs.A, inputs.B, inputs.B.detach(), cu_seqlens=inputs.cu_seqlens)
+    end, sum_dt = _ends(*state)
     return Decay((log_decay_of_step(sum_dt.unsqueeze(-1), inputs.A.to(end.dtype)),)), end
 
 
