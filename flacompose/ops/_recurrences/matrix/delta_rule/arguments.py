@@ -25,9 +25,7 @@ class WYFactors(NamedTuple):
     W: Any = None  # [tokens, HV, K], keys that write the errors of values
     b: Any = None  # [tokens, HV, K], keys that write the reads of `k_read`, in the low-rank recurrence
     P: Any = None  # [chunks, HV, C, C], transposed
-    Y: Any = (
-        None  # [chunks, HV, C, C], transposed, in float32; or in bfloat16, from `hopper_head_factor_kernel`
-    )
+    Y: Any = None  # [chunks, HV, C, C], transposed, in float32; or in bfloat16, if it is alone
 
 
 class ChunkDecays(NamedTuple):

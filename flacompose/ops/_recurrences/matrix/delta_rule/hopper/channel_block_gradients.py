@@ -1,10 +1,10 @@
 """Gradients of tiles whose gates of channels are factorisable in blocks of 16 tokens, on Hopper, in Gluon.
 
-All gates from -5 to 0 are factorisable in such blocks. Each reader is
-multiplied by the decay from its block's middle, and each writing key by the decay to it. The decay between two
-middles is one factor per channel, the same for all tokens of both blocks. So one product contains the
-contributions of one block of keys to all readers, and each block of readers is then multiplied by its factor. In
-the same way another product contains the contributions of one block of readers to all keys.
+All gates from -5 to 0 are factorisable in such blocks. Each reader is multiplied by the decay from its
+block's middle, and each writing key by the decay to it. The decay between two middles is one factor per
+channel, the same for all tokens of both blocks. So one product contains the contributions of one block of
+keys to all readers, and each block of readers is then multiplied by its factor. In the same way another
+product contains the contributions of one block of readers to all keys.
 """
 
 from __future__ import annotations
