@@ -57,15 +57,9 @@ from flacompose.ops._recurrences.matrix.delta_rule.head_gradients import (
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_block_gradients import (
     hopper_channel_block_gradient_kernel,
 )
-from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_chunk_gradients import (
-    hopper_channel_chunk_gradient_kernel,
-)
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_factors import hopper_channel_factor_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_backward import hopper_head_backward_kernel
-from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import (
-    hopper_head_factor_kernel,
-    hopper_inverse_kernel,
-)
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import hopper_head_factor_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_gradients import hopper_head_gradient_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_state_passing import (
     hopper_head_state_passing_kernel,
@@ -384,7 +378,8 @@ def test_gluon_passes_states_forwards(change: str, taken: bool) -> None:
         )
     assert o.shape == v.shape
     kernels = {kernel for kernel, _ in launches}
-    assert (hopper_inverse_kernel in kernels) == (hopper_head_state_passing_kernel in kernels) == taken
+    alone = any(kernel is hopper_head_factor_kernel and x["W"] is None for kernel, x in launches)
+    assert alone == (hopper_head_state_passing_kernel in kernels) == taken
     assert (delta_state_passing_kernel in kernels) != taken
     passes = [x for kernel, x in launches if kernel is hopper_head_state_passing_kernel]
     assert all(x["v_token"] % 8 == 0 and x["q_read"] is q and x["k_read"] is k for x in passes)
@@ -614,16 +609,13 @@ def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) ->
     )
     with tables_of(chip):
         launches, _ = launched(lambda: flat(delta_rule, "backward")(*named(delta_rule, *args)))
-    in_gluon = (
-        hopper_channel_chunk_gradient_kernel,
-        hopper_channel_block_gradient_kernel,
-    )
+    in_gluon = hopper_channel_block_gradient_kernel
     pairs_in_gluon = hopper_channel_factor_kernel
     pairs = [x for x in launches if x[0] in (pairs_in_gluon, delta_channel_factor_kernel)]
     gradients = [
         x
         for x in launches
-        if x[0] in (*in_gluon, delta_channel_product_gradient_kernel, delta_channel_gradient_kernel)
+        if x[0] in (in_gluon, delta_channel_product_gradient_kernel, delta_channel_gradient_kernel)
     ]
     found = [(kernel, x.get("FACTORISABLE")) for kernel, x in gradients]
     strong = delta_channel_factor_kernel, False
@@ -633,10 +625,10 @@ def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) ->
         expected = [(delta_channel_factor_kernel, True, True), (*strong, True)]
     assert [(kernel, x.get("FACTORISABLE"), x.get("IN_BLOCKS")) for kernel, x in pairs] == expected
     if chip == HOPPER and (K, V) == (128, 64) and unaligned is None:
-        assert found == [*((kernel, None) for kernel in in_gluon), (delta_channel_gradient_kernel, False)]
-        chunks, blocks, others = (x for _, x in gradients)
-        noted = chunks["factorisable_chunks"]
-        assert all(x["factorisable_chunks"] is noted for x in (blocks, *(x for _, x in pairs)))
+        assert found == [(in_gluon, None), (delta_channel_gradient_kernel, False)]
+        blocks, others = (x for _, x in gradients)
+        noted = [x["factorisable_chunks"] for _, x in pairs]
+        assert noted[0] is noted[1] is not None
         assert all(blocks[name] is others[name] for name in ("factorisable_tiles", "pairs", "diagonal"))
     else:
         assert found == [
@@ -646,14 +638,14 @@ def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) ->
         ]
 
 
-@pytest.mark.parametrize(("more", "named"), [({"beta": None, "betas": None}, "betas"), ({}, "beta")])
+@pytest.mark.parametrize(("more", "named"), [({"gates": None, "gate": None}, "gate"), ({}, "gates")])
 def test_kernels_get_their_arguments_and_no_others(more: dict[str, Any], named: str) -> None:
     """An error names an argument that no kernel takes, and one that is absent."""
     q, beta = torch.zeros(1, 5, 2, 16), torch.zeros(1, 5, 2)
     x = operands(Inputs(q, q, q, beta=beta, delta_rule=True), 32)
-    step = plan.Step("hopper.head_factors", "hopper_inverse_kernel", {})
-    arguments = {"k": q, "sums": None, "Y": q, "log_norm": None, "H": 2, **more}
-    with pytest.raises(TypeError, match=f"hopper_inverse_kernel.*'{named}'"):
+    step = plan.Step("hopper.head_factors", "hopper_head_factor_kernel", {"READ_BEFORE": False})
+    arguments = {"vectors": None, "W": q, "P": q, "Y": q, "log_norm": None, "H": 2, **more}
+    with pytest.raises(TypeError, match=f"hopper_head_factor_kernel.*'{named}'"):
         launched(lambda: launch_steps((step,), 2, x.tokens, **arguments))
 
 
