@@ -57,6 +57,9 @@ from flacompose.ops._recurrences.matrix.delta_rule.head_gradients import (
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_block_gradients import (
     hopper_channel_block_gradient_kernel,
 )
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_chunk_gradients import (
+    hopper_channel_chunk_gradient_kernel,
+)
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_factors import hopper_channel_factor_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_backward import hopper_head_backward_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import hopper_head_factor_kernel
@@ -609,13 +612,16 @@ def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) ->
     )
     with tables_of(chip):
         launches, _ = launched(lambda: flat(delta_rule, "backward")(*named(delta_rule, *args)))
-    in_gluon = hopper_channel_block_gradient_kernel
+    in_gluon = (
+        hopper_channel_chunk_gradient_kernel,
+        hopper_channel_block_gradient_kernel,
+    )
     pairs_in_gluon = hopper_channel_factor_kernel
     pairs = [x for x in launches if x[0] in (pairs_in_gluon, delta_channel_factor_kernel)]
     gradients = [
         x
         for x in launches
-        if x[0] in (in_gluon, delta_channel_product_gradient_kernel, delta_channel_gradient_kernel)
+        if x[0] in (*in_gluon, delta_channel_product_gradient_kernel, delta_channel_gradient_kernel)
     ]
     found = [(kernel, x.get("FACTORISABLE")) for kernel, x in gradients]
     strong = delta_channel_factor_kernel, False
@@ -625,10 +631,10 @@ def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) ->
         expected = [(delta_channel_factor_kernel, True, True), (*strong, True)]
     assert [(kernel, x.get("FACTORISABLE"), x.get("IN_BLOCKS")) for kernel, x in pairs] == expected
     if chip == HOPPER and (K, V) == (128, 64) and unaligned is None:
-        assert found == [(in_gluon, None), (delta_channel_gradient_kernel, False)]
-        blocks, others = (x for _, x in gradients)
-        noted = [x["factorisable_chunks"] for _, x in pairs]
-        assert noted[0] is noted[1] is not None
+        assert found == [*((kernel, None) for kernel in in_gluon), (delta_channel_gradient_kernel, False)]
+        chunks, blocks, others = (x for _, x in gradients)
+        noted = chunks["factorisable_chunks"]
+        assert all(x["factorisable_chunks"] is noted for x in (blocks, *(x for _, x in pairs)))
         assert all(blocks[name] is others[name] for name in ("factorisable_tiles", "pairs", "diagonal"))
     else:
         assert found == [

@@ -33,6 +33,9 @@ from flacompose.ops._recurrences.matrix.delta_rule import hopper, launch_factors
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_block_gradients import (
     hopper_channel_block_gradient_kernel,
 )
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_chunk_gradients import (
+    hopper_channel_chunk_gradient_kernel,
+)
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_factors import hopper_channel_factor_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_backward import hopper_head_backward_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import hopper_head_factor_kernel
@@ -47,7 +50,11 @@ CPU = torch.device("cpu")
 OF_HEADS = {hopper_head_factor_kernel, hopper_head_gradient_kernel}
 FORWARDS = {hopper_head_state_passing_kernel}
 JOINT = {hopper_head_backward_kernel}
-OF_CHANNELS = {hopper_channel_factor_kernel, hopper_channel_block_gradient_kernel}
+OF_CHANNELS = {
+    hopper_channel_factor_kernel,
+    hopper_channel_chunk_gradient_kernel,
+    hopper_channel_block_gradient_kernel,
+}
 KERNELS = {
     "chunk_delta_rule": OF_HEADS | FORWARDS,
     "chunk_gated_delta_rule": OF_HEADS | FORWARDS,
@@ -84,7 +91,7 @@ def gated(*gates: str) -> list[tuple[str, str]]:
     return [(name, gate) for name in KERNELS for gate in (gates if NAMED[name].gates else gates[:1])]
 
 
-# Gates of channels of which a chunk has no common factor, but blocks of 16 tokens have.
+# Strong gates of channels have a kernel of their own.
 STRONG = [(name, "strong") for name, kernels in KERNELS.items() if kernels == OF_CHANNELS]
 
 
@@ -257,18 +264,23 @@ def of_two_tiles(first: float | str, second: float | str) -> Tensor:
     ("gates", "chunk", "tiles"),
     [
         (of_two_tiles(-0.5, -0.5), 1, [1, 1]),
-        (of_two_tiles("strong", -0.5), 1, [1, 1]),
+        # From the chunk's middle, sums of 44.8 are mild, and those of 45.3 in one of its halves are not.
+        (of_two_tiles(-1.3984375, -0.01), 1, [1, 1]),
+        (of_two_tiles(-1.4140625, -0.01).index_fill(1, torch.arange(32), -0.01), 2, [1, 1]),
+        (of_two_tiles(-1.4921875, -0.01).index_fill(1, torch.arange(32, 64), -0.01), 2, [1, 1]),
+        (of_two_tiles("strong", -0.5), 2, [1, 1]),
         (of_two_tiles("strong", -30.0), 0, [1, 0]),
         # The sum of half a block is beyond the bound, and no gate is.
         (of_two_tiles(-7.0, "strong"), 0, [0, 1]),
         # One gate is, and no sum. That matters to gradients alone.
-        (of_two_tiles(-0.01, "strong").index_fill(1, torch.tensor([20]), -9.0), 1, [0, 0]),
+        (of_two_tiles(-0.01, "strong").index_fill(1, torch.tensor([20]), -15.0), 2, [0, 0]),
+        (of_two_tiles(-0.01, -0.01).index_fill(1, torch.tensor([20]), -9.0), 2, [0, 0]),
     ],
-    ids=["weak", "strong", "left", "sums", "size"],
+    ids=["weak", "nearly", "late", "early", "blocks", "left", "sums", "size", "size alone"],
 )
 @pytest.mark.parametrize("memory", [0, 1])
 def test_what_is_mild_in_blocks(gates: Tensor, chunk: int, tiles: list[int], memory: int) -> None:
-    """The kernel of factors notes whether a chunk is mild, that of gradients which tiles are.
+    """The kernel of pairs notes what a chunk is, and those of gradients share out its tiles.
 
     They do so whatever was in the memory in which they note it.
     """
@@ -278,12 +290,13 @@ def test_what_is_mild_in_blocks(gates: Tensor, chunk: int, tiles: list[int], mem
     noted = {}
 
     def emulate(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
-        name = "factorisable_chunks" if kernel is hopper_channel_factor_kernel else "factorisable_tiles"
-        if kernel in OF_CHANNELS:
-            kwargs[name].fill_(memory)
+        taken = kernel is hopper_channel_block_gradient_kernel
+        if taken or kernel is hopper_channel_factor_kernel:
+            kwargs["factorisable_tiles" if taken else "factorisable_chunks"].fill_(memory)
         run(kernel, grid, *args, **kwargs)
-        if kernel in OF_CHANNELS:
-            noted[name] = kwargs[name][0].flatten().tolist()
+        if taken:
+            names = "factorisable_chunks", "factorisable_tiles"
+            noted.update({name: kwargs[name][0].flatten().tolist() for name in names})
 
     with tables_of(HOPPER), launching_by(emulate):
         results = evaluate(problem, function=launched)

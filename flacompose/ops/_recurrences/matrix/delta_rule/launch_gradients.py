@@ -61,6 +61,8 @@ def compute_gradients(
         C, marks = tokens.C, tokens.per_chunk(HV, tiles, dtype=torch.int8)
         stored = StoredPairs(tokens.per_chunk(HV, 2, C, C), tokens.per_chunk(HV, C))
         arguments |= {"gk": x.gk, "dgk": dgk, "stored": stored, "factorisable_tiles": marks}
+        if plan.gradients.takes_marks:
+            arguments["factorisable_chunks"] = gates.factorisable_chunks
     launch_steps(plan.gradients.steps, tokens.chunks * heads, tokens, H=H, **arguments)
     found = _added_up(x, made)
     if dgk is not None:

@@ -26,17 +26,20 @@ and gates.
                    programs: with state passing
     heads or none  Hopper, at most 4 heads share keys     hopper_head_gradient_kernel       hopper/head_gradients.py
     heads or none  otherwise                              delta_head_gradient_kernel        head_gradients.py
+    channels       Hopper, 32 tokens sum to above -45     hopper_channel_chunk_gradient_kernel
+                                                                             hopper/channel_chunk_gradients.py
     channels       Hopper, 8 tokens sum to above -45      hopper_channel_block_gradient_kernel
                                                                              hopper/channel_block_gradients.py
     channels       Hopper, stronger gates                 delta_channel_gradient_kernel     channel_gradients.py
     channels       otherwise                              delta_channel_product_gradient_kernel,
                                                           delta_channel_gradient_kernel     channel_gradients.py
 
-If all gates of channels are equal, 8 tokens sum to above -45 for gates from -5.6 to 0, which contain all gates of KDA
-that are bounded by -5. In the backward each gate must be above -8 too. The device decides:
-`hopper_channel_factor_kernel` marks each chunk in `factorisable_chunks`, and `hopper_channel_block_gradient_kernel`
-each tile of channels in `factorisable_tiles`. Triton's kernel is launched after each of them, and a program returns at
-once if its chunk or tile is done. The second stores the products for the tiles that it leaves to Triton's kernel.
+If all gates of channels are equal, 32 tokens sum to above -45 for gates from -1.4 to 0, and 8 tokens for gates
+from -5.6 to 0, which contain all gates of KDA that are bounded by -5. Each gate must be above -8 too. The device
+decides: `hopper_channel_factor_kernel` marks each chunk in `factorisable_chunks`,
+`hopper_channel_block_gradient_kernel` marks each tile of channels in `factorisable_tiles`. The three gradient
+kernels of channels on Hopper are all launched, in this order, and a program returns at once if its chunk or tile
+is not its own. The second one stores the products for the tiles that it leaves to the third.
 
 The gradient of gates of heads follows from the gradients of their sums, by `head_gate_gradient_kernel`.
 """
@@ -86,6 +89,7 @@ class GradientPlan(NamedTuple):
     """The launches of the gradients of each chunk: of queries, keys, `a`, `beta` and gates."""
 
     steps: tuple[Step, ...] = ()
+    takes_marks: bool = False  # whether the marks of chunks say which kernel computes which
     adds_heads: bool = False  # whether they are added up over the heads that share keys
     passes_states: bool = False  # whether the one kernel passes the gradients of states too
 
@@ -244,10 +248,12 @@ def _channel_gradients(x: CallOperands, do: Tensor) -> GradientPlan:
     last = others(config=config | {"FACTORISABLE": False})
     if hopper.takes(tokens.chip, (*x.read_by, do), tokens.K, tokens.V):
         in_gluon = {"BK": config["BK"], "num_warps": 4}
-        first = Step(
-            "hopper.channel_block_gradients", "hopper_channel_block_gradient_kernel", in_gluon, tiles
+        steps = (
+            Step("hopper.channel_chunk_gradients", "hopper_channel_chunk_gradient_kernel", in_gluon, tiles),
+            Step("hopper.channel_block_gradients", "hopper_channel_block_gradient_kernel", in_gluon, tiles),
+            last,
         )
-        return GradientPlan((first, last))
+        return GradientPlan(steps, takes_marks=True)
     of_products = product_gradient_config(tokens.bfloat16)
     products = Step("channel_gradients", "delta_channel_product_gradient_kernel", of_products)
     return GradientPlan((products, others(config=config | {"FACTORISABLE": True}), last))

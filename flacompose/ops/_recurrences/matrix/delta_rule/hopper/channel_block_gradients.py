@@ -1,10 +1,10 @@
 """Gradients of tiles whose gates of channels are factorisable in blocks of 16 tokens, on Hopper, in Gluon.
 
-All gates from -5 to 0 are factorisable in such blocks. Each reader is multiplied by the decay from its
-block's middle, and each writing key by the decay to it. The decay between two middles is one factor per
-channel, the same for all tokens of both blocks. So one product contains the contributions of one block of
-keys to all readers, and each block of readers is then multiplied by its factor. In the same way another
-product contains the contributions of one block of readers to all keys.
+All gates from -5 to 0 are factorisable in such blocks, but in a whole chunk only weak ones are. Each reader is
+multiplied by the decay from its block's middle, and each writing key by the decay to it. The decay between two
+middles is one factor per channel, the same for all tokens of both blocks. So one product contains the
+contributions of one block of keys to all readers, and each block of readers is then multiplied by its factor. In
+the same way another product contains the contributions of one block of readers to all keys.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_g
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from flacompose.ops._recurrences.matrix import gates_of_channels
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_chunk_gradients import (
+    store_gradients_of_keys,
+)
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.gates import (
     BLOCKS,
+    FACTORISABLE_IN_CHUNK,
     TABLE,
     decay_of,
     decayed,
@@ -187,28 +191,10 @@ def _through_pairs(pairs, roots_s, x_s, writer_s, read, written, sums_s, GATES: 
     return read, written
 
 
-@gluon.jit
-def _store_gradients_of_keys(written, d_reader, k_s, beta_t, dbeta, dk, da, first, stride, size):
-    """Store the gradients of `beta`, of keys and, at `da`, of `a`. Without `da` keys also read, and both are added.
-
-    `written` is the gradient of each key times its `beta`, and `d_reader` the gradient of the readers.
-    `dbeta` has an address for each token.
-    """
-    L: gl.constexpr = written.type.layout
-    t = gl.arange(0, written.shape[0], gl.SliceLayout(1, L))
-    gl.store(dbeta, gl.sum(written * k_s.load(L).to(gl.float32), 1), mask=t < size)
-    written *= beta_t
-    if da is None:
-        store(dk + first, d_reader + written, stride, size)
-    else:
-        store(dk + first, written, stride, size)
-        store(da + first, d_reader, stride, size)
-
-
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def hopper_channel_block_gradient_kernel(
-    # The parameters of `delta_channel_gradient_kernel` in `channel_gradients`, with the same meanings. As there, one
-    # kernel computes all gradients.
+    # The parameters of `delta_channel_gradient_kernel` in `channel_gradients`, with the same meanings, and
+    # `factorisable_chunks`. As there, one kernel computes all gradients.
     vectors,  # `KeyVectors`
     gk,  # [tokens, HV, K]
     values,  # `ValueVectors`
@@ -217,7 +203,9 @@ def hopper_channel_block_gradient_kernel(
     d_states,  # [chunks, HV, K, V], after it
     made,  # `KeyGradients`
     dgk,  # [tokens, HV, K]
-    factorisable_tiles,  # [chunks, HV, tiles of K], whether this kernel computes the tile
+    factorisable_chunks,  # [chunks, HV]; `hopper/channel_chunk_gradients` computes `FACTORISABLE_IN_CHUNK`
+    # [chunks, HV, tiles of K], whether `hopper/channel_chunk_gradients` or this kernel computes the tile
+    factorisable_tiles,
     cu_seqlens,
     T,
     N,
@@ -244,6 +232,9 @@ def hopper_channel_block_gradient_kernel(
     size = gl.minimum(hi - lo, C).to(gl.int32)
     rh = row * HV + h
     factorisable_tiles += rh * tiles + tile
+    if gl.load(factorisable_chunks + rh) == FACTORISABLE_IN_CHUNK:
+        gl.store(factorisable_tiles, 1)
+        return
     first = lo * HV + h
     of_gates = first * K + tile * BK
     of_keys = (lo * H + h // (HV // H)) * K + tile * BK
@@ -384,4 +375,4 @@ def hopper_channel_block_gradient_kernel(
     arrived(0)
     written = written / to_middle + of_itself * x_s.index(0).load(L).to(gl.float32)
     d_beta = dbeta + (lo * tiles + tile) * HV + h + t * tiles * HV
-    _store_gradients_of_keys(written, d_reader, k_s, beta_t, d_beta, dk, da, of_gates, HV * K, size)
+    store_gradients_of_keys(written, d_reader, k_s, beta_t, d_beta, dk, da, of_gates, HV * K, size)

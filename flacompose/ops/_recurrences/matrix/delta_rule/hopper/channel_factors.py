@@ -16,6 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.gates import (
     BLOCKS,
+    FACTORISABLE_IN_BLOCKS,
+    FACTORISABLE_IN_CHUNK,
     TABLE,
     decay_of,
     decayed,
@@ -23,6 +25,7 @@ from flacompose.ops._recurrences.matrix.delta_rule.hopper.gates import (
     load_gates,
     per_block,
     row_of,
+    size_of_gate,
     sums_of_halves,
     table,
 )
@@ -55,10 +58,12 @@ bounded = gluon.jit(blocks.bounded.fn)
 
 # The kinds of sums of gates that the tokens of a block share. The first ones are from its middle to the
 # middle of each block of readers, or 0 if that block is not later. The others are from the chunk's start to
-# the block's middle, from there to the chunk's end, and of the whole chunk. Layouts need a power of 2 of kinds.
+# the block's middle, from there to the chunk's end, of the whole chunk, and from the chunk's middle to the
+# block's.
 FROM_START = gl.constexpr(BLOCKS.value)
 TO_END = gl.constexpr(BLOCKS.value + 1)
 OF_CHUNK = gl.constexpr(BLOCKS.value + 2)
+FROM_MIDDLE = gl.constexpr(BLOCKS.value + 3)
 KINDS = gl.constexpr(BLOCKS.value + 4)
 # A reader before its block's middle is multiplied by up to exp(45), and its writing key is divided by the same number.
 # For readers of other blocks, keys are multiplied by `RANGE_SHIFT`, so that float32 can hold them, and the products are
@@ -68,8 +73,8 @@ ROOT_OF_SHIFT = gl.constexpr(2.0**30)
 
 
 @gluon.constexpr_function
-def _is_in_sum(half, kind, block):
-    """Whether the gates of a half block, 0 to 7, are in the sum of this `kind` of `block`."""
+def _sign_in_sum(half, kind, block):
+    """The sign of the gates of a half block, 0 to 7, in the sum of this `kind` of `block`, or 0."""
     middle = 2 * block + 1
     if kind == FROM_START.value:
         return int(half < middle)
@@ -77,6 +82,8 @@ def _is_in_sum(half, kind, block):
         return int(half >= middle)
     if kind == OF_CHUNK.value:
         return 1
+    if kind == FROM_MIDDLE.value:
+        return int(BLOCKS.value <= half < middle) - int(middle <= half < BLOCKS.value)
     return int(middle <= half < 2 * kind + 1)
 
 
@@ -84,15 +91,22 @@ def _is_in_sum(half, kind, block):
 def _store_tables(tables_s, halves_s):
     """For each kind and block the root of the decay, `RANGE_SHIFT` for readers of other blocks.
 
-    For `OF_CHUNK` it is the whole decay.
+    For `OF_CHUNK` it is the whole decay, and for `FROM_MIDDLE` the sum of gates.
     """
-    sums = sums_of_halves(halves_s, _is_in_sum, KINDS)
+    sums = sums_of_halves(halves_s, _sign_in_sum, KINDS)
     row = gl.arange(0, KINDS * BLOCKS, gl.SliceLayout(1, sums.type.layout))[:, None]
     kind = row // BLOCKS
     left = decay_of(gl.where(kind < OF_CHUNK, 0.5 * sums, sums))
     left *= gl.where((kind < BLOCKS) & (kind != row % BLOCKS), ROOT_OF_SHIFT, 1.0)
     tables = reinterpret(tables_s, gl.float32, sums.shape, TABLE)
-    tables.store(left)
+    tables.store(gl.where(kind == FROM_MIDDLE, sums, left))
+
+
+@gluon.jit
+def _from_chunk_middle(middle, tables_s):
+    """The sums of gates from the chunk's middle, cut into blocks, from those about the middles of blocks."""
+    of_blocks = per_block(middle, BLOCK)
+    return of_blocks + tables_s.index(FROM_MIDDLE).load(gl.SliceLayout(1, of_blocks.type.layout))[:, None, :]
 
 
 @gluon.jit
@@ -133,7 +147,7 @@ def _all_pairs(writer, tables_s, readers_s):
 
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def hopper_channel_factor_kernel(
-    # The parameters of `delta_channel_factor_kernel`, with the same meanings.
+    # The parameters of `delta_channel_factor_kernel`, with the same meanings except `factorisable_chunks`.
     vectors,  # `KeyVectors`
     gk,  # [tokens, HV, K]
     W,  # [tokens, HV, K]
@@ -142,7 +156,7 @@ def hopper_channel_factor_kernel(
     q_decayed,  # [tokens, HV, K]
     k_decayed,  # [tokens, HV, K]
     total,  # [chunks, HV, K]
-    factorisable_chunks,  # [chunks, HV], whether gates are factorisable in blocks
+    factorisable_chunks,  # [chunks, HV]: `FACTORISABLE_IN_CHUNK`, `FACTORISABLE_IN_BLOCKS`, or 0 for Triton's kernel
     cu_seqlens,
     T,
     N,
@@ -189,8 +203,8 @@ def hopper_channel_factor_kernel(
     make_visible()
     middle = selected(from_block_middle(s, t), readers_s, gl.zeros([C, K], gl.float32, L), PARTS)
     is_factorisable = gl.max(gl.max(gl.abs(middle), 1), 0) < FACTORISABLE_BOUND
-    gl.store(factorisable_chunks + rh, is_factorisable.to(gl.int8))
     if not is_factorisable:
+        gl.store(factorisable_chunks + rh, 0)
         arrived(0)
         return
     halves_s = reinterpret(readers_s.index(2), gl.float32, [C // (4 * BLOCKS), 2 * BLOCKS, K], TABLE).index(0)
@@ -205,6 +219,11 @@ def hopper_channel_factor_kernel(
     ROW: gl.constexpr = table(1)
     d = gl.arange(0, K, gl.SliceLayout(0, ROW))[None, :]
     gl.store(total + rh * K + d, row_of(tables_s.index(OF_CHUNK), 0, ROW))
+    of_gate = size_of_gate(gl.max(gl.max(gl.abs(g), 1), 0), gl.bfloat16)
+    of_sums = gl.max(gl.max(gl.max(gl.abs(_from_chunk_middle(middle, tables_s)), 2), 1), 0)
+    mark = factorisable_chunks + rh
+    in_chunk = gl.maximum(of_gate, of_sums) < FACTORISABLE_BOUND
+    gl.store(mark, gl.where(in_chunk, FACTORISABLE_IN_CHUNK, FACTORISABLE_IN_BLOCKS).to(gl.int8))
 
     # 2. The readers, decayed from their block's middle and from the chunk's start; and the writers, up to
     # their block's middle.

@@ -16,6 +16,11 @@ from flacompose.ops._recurrences.matrix.gates_of_heads import LOG2_E
 from_block_middle = gluon.jit(gates_of_channels.from_block_middle.fn)
 size_of_gate = gluon.jit(gates_of_channels.size_of_gate.fn)
 
+# The marks of chunks that `hopper_channel_factor_kernel` of `hopper/channel_factors` writes: gates are factorisable
+# about the chunk's middle, or only about the middles of blocks. 0 leaves the factors of a chunk to Triton's kernel.
+FACTORISABLE_IN_CHUNK = gl.constexpr(1)
+FACTORISABLE_IN_BLOCKS = gl.constexpr(2)
+
 BLOCKS = gl.constexpr(C.value // BLOCK.value)  # of a chunk
 TABLE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
@@ -54,8 +59,8 @@ def with_row(x, i: gl.constexpr, row):
 
 
 @gluon.jit
-def sums_of_halves(halves_s, contains: gl.constexpr, KINDS: gl.constexpr):
-    """For each kind and block the sum of the gates that it `contains`, from the sums of half blocks."""
+def sums_of_halves(halves_s, sign: gl.constexpr, KINDS: gl.constexpr):
+    """For each kind and block a sum of gates, from the sums of half blocks, weighted by their `sign`."""
     D: gl.constexpr = halves_s.shape[1]
     L: gl.constexpr = table(KINDS * BLOCKS)
     rows = gl.zeros([KINDS * BLOCKS, D], gl.float32, L)
@@ -63,8 +68,8 @@ def sums_of_halves(halves_s, contains: gl.constexpr, KINDS: gl.constexpr):
         for block in gl.static_range(BLOCKS):
             row = gl.zeros([1, D], gl.float32, L)
             for half in gl.static_range(2 * BLOCKS):
-                if contains(half, kind, block):
-                    row += row_of(halves_s, half, L)
+                if sign(half, kind, block) != 0:
+                    row += sign(half, kind, block) * row_of(halves_s, half, L)
             rows = with_row(rows, kind * BLOCKS + block, row)
     return rows
 
