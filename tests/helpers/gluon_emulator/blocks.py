@@ -53,7 +53,6 @@ class Block:
     shape = property(lambda self: [*self.data.shape])
     dtype = property(lambda self: NAMES[self.data.dtype])
     type = property(lambda self: Type(self.dtype, self.shape, self.layout))
-    T = property(lambda self: self.trans())
 
     def to(self, dtype: Any, bitcast: bool = False, **_: Any) -> Block:
         dtype = DTYPES[dtype]
@@ -86,9 +85,6 @@ class Block:
 
     def __neg__(self) -> Block:
         return Block(-self.data, self.layout)
-
-    def __invert__(self) -> Block:
-        return Block(~self.data, self.layout)
 
     def __truediv__(self, other: Any) -> Block:
         return combined(self, other, torch.div)
@@ -213,9 +209,6 @@ class Pointer:
 
     def __sub__(self, offset: Any) -> Pointer:
         return Pointer(self.memory, self.storer, self.offset - offset)
-
-    def __getitem__(self, index: Any) -> Pointer:
-        return Pointer(self.memory, self.storer, self.offset[index])
 
     def load(self, mask: Any, other: Any) -> Block:
         offset, mask = self._inside(mask)

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from . import program
-from .blocks import DTYPES, Block, Pointer, as_block, combined, common, numbers
+from .blocks import DTYPES, Block, Pointer, as_block, combined, common
 from .memory import factor
 
 # The program
@@ -34,7 +34,6 @@ def static_assert(condition: Any, message: str = "") -> None:
     assert condition, message
 
 
-device_assert = static_assert
 static_range = builtins.range
 
 
@@ -60,15 +59,8 @@ def zeros(shape: Any, dtype: Any, layout: Any = None) -> Block:
     return full(shape, 0, dtype, layout)
 
 
-def full_like(x: Block, value: Any, shape: Any = None, dtype: Any = None, layout: Any = None) -> Block:
-    return full(shape or x.shape, value, dtype or x.dtype, layout or x.layout)
-
-
-def zeros_like(x: Block, shape: Any = None, dtype: Any = None, layout: Any = None) -> Block:
-    return full_like(x, 0, shape, dtype, layout)
-
-
-to_tensor = as_block
+def zeros_like(x: Block) -> Block:
+    return full(x.shape, 0, x.dtype, x.layout)
 
 
 def cast(x: Any, dtype: Any, bitcast: bool = False, **_: Any) -> Block:
@@ -77,9 +69,6 @@ def cast(x: Any, dtype: Any, bitcast: bool = False, **_: Any) -> Block:
 
 def convert_layout(x: Block, layout: Any, assert_trivial: bool = False) -> Block:
     return Block(x.data, layout)
-
-
-set_auto_layout = convert_layout
 
 
 def load(pointer: Pointer, mask: Any = None, other: Any = None, **_: Any) -> Block:
@@ -110,17 +99,9 @@ def reshape(x: Any, *shape: Any, **_: Any) -> Any:
     return x.reshape(*shape)
 
 
-def ravel(x: Block, **_: Any) -> Block:
-    return x.reshape(x.data.numel())
-
-
 def expand_dims(x: Any, axis: int) -> Any:
     rank = len(x.shape) + 1
     return x[tuple(None if i == axis % rank else slice(None) for i in builtins.range(rank))]
-
-
-def broadcast_to(x: Block, *shape: Any) -> Block:
-    return Block(x.data.expand(numbers(shape)), x.layout)
 
 
 # Elementwise
@@ -145,10 +126,6 @@ def _chosen(of_all: Callable[..., Tensor], of_numbers: Callable[..., Tensor]) ->
 maximum, minimum = _chosen(torch.maximum, torch.fmax), _chosen(torch.minimum, torch.fmin)
 
 
-def clamp(x: Block, least: Any, largest: Any, **_: Any) -> Block:
-    return minimum(maximum(x, least), largest)
-
-
 def _of_each(function: Callable[[Tensor], Tensor]) -> Callable[..., Block]:
     def of_each(x: Any, *_: Any, **__: Any) -> Block:
         block = as_block(x)
@@ -159,32 +136,11 @@ def _of_each(function: Callable[[Tensor], Tensor]) -> Callable[..., Block]:
 
 abs = _of_each(torch.abs)
 exp, exp2, log, log2 = map(_of_each, (torch.exp, torch.exp2, torch.log, torch.log2))
-sqrt, rsqrt, sin, cos, erf = map(_of_each, (torch.sqrt, torch.rsqrt, torch.sin, torch.cos, torch.erf))
-floor, ceil, sigmoid = map(_of_each, (torch.floor, torch.ceil, torch.sigmoid))
-sqrt_rn = sqrt
+rsqrt, floor, sigmoid = map(_of_each, (torch.rsqrt, torch.floor, torch.sigmoid))
 
 
 def fma(x: Any, y: Any, z: Any) -> Any:
     return x * y + z
-
-
-def add(x: Any, y: Any, *_: Any) -> Any:
-    return x + y
-
-
-def sub(x: Any, y: Any, *_: Any) -> Any:
-    return x - y
-
-
-def mul(x: Any, y: Any, *_: Any) -> Any:
-    return x * y
-
-
-def fdiv(x: Any, y: Any, *_: Any) -> Any:
-    return x / y
-
-
-div_rn = fdiv
 
 
 def cdiv(x: Any, y: Any) -> Any:
@@ -241,17 +197,8 @@ def dot(a: Block, b: Block, acc: Block | None = None, input_precision: str | Non
     return Block(product if acc is None else acc.data + product)
 
 
-def dot_fma(a: Block, b: Block, acc: Block) -> Block:
-    return Block(acc.data + a.data @ b.data, acc.layout)
-
-
 def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def _itself(x: Any, *_: Any, **__: Any) -> Any:
-    return x
-
-
-barrier = thread_barrier = debug_barrier = static_print = device_print = assume = _nothing
-constexpr = multiple_of = max_contiguous = max_constancy = _itself
+barrier = thread_barrier = debug_barrier = _nothing

@@ -51,9 +51,6 @@ class Shared:
     def permute(self, order: Any) -> Shared:
         return self._view(self.at.permute(*order))
 
-    def reshape(self, shape: Any) -> Shared:
-        return self._view(self.at.reshape(*shape))
-
     def reinterpret(self, dtype: Any, shape: Any, layout: Any) -> Shared:
         size, taken = self.at.numel() * self.data_dtype.itemsize, math.prod(shape) * DTYPES[dtype].itemsize
         if size != taken:  # as since Triton 3.8
@@ -84,10 +81,7 @@ def _places(shape: Any, size: int, layout: Any) -> Tensor:
 
     The last axes are those of the layout, and blocks of them follow each other.
     """
-    if isinstance(layout, gl.NVMMASharedLayout):
-        shape, transposed = [*shape], layout.transposed
-        if transposed:
-            shape[-2:] = shape[:-3:-1]
+    if isinstance(layout, gl.NVMMASharedLayout) and not layout.transposed:
         rows, columns = math.prod(shape[:-1]) if layout.rank > 2 else shape[-2], shape[-1]
         width = layout.swizzle_byte_width or columns * size
         i, byte = torch.arange(rows)[:, None], torch.arange(columns)[None, :] * size
@@ -95,8 +89,7 @@ def _places(shape: Any, size: int, layout: Any) -> Tensor:
         turn = (i * layout.swizzle_byte_width // 128) % (layout.swizzle_byte_width // 16 or 1) * 16
         block = byte // width * rows * width + i * width + (byte % width ^ turn)
         outer = torch.arange(math.prod(shape) // (rows * columns)) * rows * columns * size
-        at = (outer[:, None, None] + block).reshape(shape)
-        return at.mT if transposed else at
+        return (outer[:, None, None] + block).reshape(*shape)
     if isinstance(layout, gl.SwizzledSharedLayout) and layout.max_phase == 1:
         outer = len(shape) - len(layout.order)
         order = [*range(outer), *(outer + axis for axis in reversed(layout.order))]  # the fastest is the last
@@ -105,12 +98,9 @@ def _places(shape: Any, size: int, layout: Any) -> Tensor:
     raise NotImplementedError(f"the emulator does not know where {layout} has its elements")
 
 
-def allocate_shared_memory(dtype: Any, shape: Any, layout: Any, value: Block | None = None) -> Shared:
+def allocate_shared_memory(dtype: Any, shape: Any, layout: Any) -> Shared:
     size = DTYPES[dtype].itemsize
-    shared = Shared(_Memory(math.prod(shape) * size), _places(shape, size, layout), DTYPES[dtype], layout)
-    if value is not None:
-        shared.store(value)
-    return shared
+    return Shared(_Memory(math.prod(shape) * size), _places(shape, size, layout), DTYPES[dtype], layout)
 
 
 # Asynchronous copies
@@ -161,10 +151,6 @@ class _Product(NamedTuple):
 def factor(data: Tensor) -> Tensor:
     """What a product takes of numbers: all bits of those of 16, and of float32 those of TF32."""
     return (bits(data) & -0x2000).view(data.dtype) if data.dtype == torch.float32 else data.float()
-
-
-def warpgroup_mma_init(value: Block) -> Accumulator:
-    return Accumulator(value)
 
 
 def warpgroup_mma(

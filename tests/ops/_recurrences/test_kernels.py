@@ -496,22 +496,17 @@ def test_states_in_parts(
     ]
 )
 @pytest.mark.parametrize("loss", ["both", "o", "state"])
-def test_gradients_from_stored_pairs(case: OpCase, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in bfloat16 with more than 128 keys: the gradients of pairs are stored for several tiles of keys."""
-    monkeypatch.setattr(plan, "stores_products", lambda *_: True)
+def test_gradients_of_tiles_of_keys(case: OpCase, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with more than 64 keys: a chunk has several programs."""
     config = {"BK": 16, "BV": 16, "num_warps": 4, "num_stages": 1}
-    monkeypatch.setattr(plan, "stored_product_gradient_config", lambda *_: config)
+    monkeypatch.setattr(plan, "gradient_config", lambda *_: config)
     check(draw(case, CPU, B=1, H=1, T=70, K=20, V=37, gates="mixed"), loss)
 
 
 @pytest.mark.parametrize("gates", ["weak", "mixed", -30.0])
 @pytest.mark.parametrize("lengths", [None, [3, 0, 70, 65]], ids=["dense", "packed"])
-@pytest.mark.parametrize("stored", [False, True], ids=["at once", "from stored pairs"])
-def test_key_that_reads_before_the_decay(
-    stored: bool, lengths: list[int] | None, gates: str | float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_key_that_reads_before_the_decay(lengths: list[int] | None, gates: str | float) -> None:
     """With no other vector that reads."""
-    monkeypatch.setattr(plan, "stores_products", lambda *_: stored)
     check(draw(KEY_READS_BEFORE, CPU, B=1, H=1, T=70, K=5, V=6, lengths=lengths, gates=gates))
 
 
@@ -646,12 +641,3 @@ def test_one_gradient(
         # The sums of some kernels have another order where less is wanted, which float32 sees.
         torch.testing.assert_close(found[i], expected[i], rtol=1e-4, atol=1e-5)
         assert all(x.shape == (0,) for x in (*found[:i], *found[i + 1 :]))
-
-
-def test_one_gradient_from_stored_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what a gradient of queries needs is given to the kernels, if it is the only one."""
-    monkeypatch.setattr(plan, "stores_products", lambda *_: True)
-    for a, shapes in ("", []), ("a", [(1, 34, 1, 5)]):
-        options = OF_DELTA | {"read_before": bool(a)}
-        names, shapes = f"{DELTA} {a} initial_state", [*DELTA_TOKENS, *shapes, (1, 2, 5, 6)]
-        test_one_gradient("delta_rule", names, shapes, options)

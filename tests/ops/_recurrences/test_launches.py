@@ -62,10 +62,7 @@ from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_chunk_gradient
 )
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_factors import hopper_channel_factor_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_backward import hopper_head_backward_kernel
-from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import (
-    hopper_head_factor_kernel,
-    hopper_inverse_kernel,
-)
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import hopper_head_factor_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_gradients import hopper_head_gradient_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_state_passing import (
     hopper_head_state_passing_kernel,
@@ -384,7 +381,8 @@ def test_gluon_passes_states_forwards(change: str, taken: bool) -> None:
         )
     assert o.shape == v.shape
     kernels = {kernel for kernel, _ in launches}
-    assert (hopper_inverse_kernel in kernels) == (hopper_head_state_passing_kernel in kernels) == taken
+    alone = any(kernel is hopper_head_factor_kernel and x["W"] is None for kernel, x in launches)
+    assert alone == (hopper_head_state_passing_kernel in kernels) == taken
     assert (delta_state_passing_kernel in kernels) != taken
     passes = [x for kernel, x in launches if kernel is hopper_head_state_passing_kernel]
     assert all(x["v_token"] % 8 == 0 and x["q_read"] is q and x["k_read"] is k for x in passes)
@@ -646,14 +644,14 @@ def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) ->
         ]
 
 
-@pytest.mark.parametrize(("more", "named"), [({"beta": None, "betas": None}, "betas"), ({}, "beta")])
+@pytest.mark.parametrize(("more", "named"), [({"gates": None, "gate": None}, "gate"), ({}, "gates")])
 def test_kernels_get_their_arguments_and_no_others(more: dict[str, Any], named: str) -> None:
     """An error names an argument that no kernel takes, and one that is absent."""
     q, beta = torch.zeros(1, 5, 2, 16), torch.zeros(1, 5, 2)
     x = operands(Inputs(q, q, q, beta=beta, delta_rule=True), 32)
-    step = plan.Step("hopper.head_factors", "hopper_inverse_kernel", {})
-    arguments = {"k": q, "sums": None, "Y": q, "log_norm": None, "H": 2, **more}
-    with pytest.raises(TypeError, match=f"hopper_inverse_kernel.*'{named}'"):
+    step = plan.Step("hopper.head_factors", "hopper_head_factor_kernel", {"READ_BEFORE": False})
+    arguments = {"vectors": None, "W": q, "P": q, "Y": q, "log_norm": None, "H": 2, **more}
+    with pytest.raises(TypeError, match=f"hopper_head_factor_kernel.*'{named}'"):
         launched(lambda: launch_steps((step,), 2, x.tokens, **arguments))
 
 

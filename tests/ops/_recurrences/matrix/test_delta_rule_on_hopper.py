@@ -38,10 +38,7 @@ from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_chunk_gradient
 )
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_factors import hopper_channel_factor_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_backward import hopper_head_backward_kernel
-from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import (
-    hopper_head_factor_kernel,
-    hopper_inverse_kernel,
-)
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import hopper_head_factor_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_gradients import hopper_head_gradient_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_state_passing import (
     hopper_head_state_passing_kernel,
@@ -51,7 +48,7 @@ from flacompose.ops._recurrences.matrix.inputs import Inputs
 
 CPU = torch.device("cpu")
 OF_HEADS = {hopper_head_factor_kernel, hopper_head_gradient_kernel}
-FORWARDS = {hopper_inverse_kernel, hopper_head_state_passing_kernel}
+FORWARDS = {hopper_head_state_passing_kernel}
 JOINT = {hopper_head_backward_kernel}
 OF_CHANNELS = {
     hopper_channel_factor_kernel,

@@ -25,7 +25,7 @@ class WYFactors(NamedTuple):
     W: Any = None  # [tokens, HV, K], keys that write the errors of values
     b: Any = None  # [tokens, HV, K], keys that write the reads of `k_read`, in the low-rank recurrence
     P: Any = None  # [chunks, HV, C, C], transposed
-    Y: Any = None  # [chunks, HV, C, C], transposed, in float32; or in bfloat16, from `hopper_inverse_kernel`
+    Y: Any = None  # [chunks, HV, C, C], transposed, in float32; or in bfloat16, if it is alone
 
 
 class ChunkDecays(NamedTuple):
@@ -61,9 +61,8 @@ class ValueVectors(NamedTuple):
 class StoredPairs(NamedTuple):
     """The gradients of the products of queries (`of_q`) and of reading keys (`of_k`) with the writing keys."""
 
-    pairs: Any  # [chunks, HV, 2, (PARTS,) C, C]: `of_q` and `of_k`, without their diagonals
+    pairs: Any  # [chunks, HV, 2, C, C]: `of_q` and `of_k`, without their diagonals
     diagonal: Any  # [chunks, HV, C]: the diagonal of `of_q`
-    of_before: Any = None  # [chunks, HV, C], with `READ_BEFORE`: `of_k` for the token before, not decayed
 
 
 class KeyGradients(NamedTuple):

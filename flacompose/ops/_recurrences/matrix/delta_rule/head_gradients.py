@@ -64,14 +64,14 @@ def _reads(
 
 
 @triton.jit
-def of_next(x):
+def _of_next(x):
     """``x [C]`` shifted by one token: each token has the number of the next one, and the last has 0."""
     i = tl.arange(0, x.shape[0])
     return tl.sum(tl.where(i[None, :] == i[:, None] + 1, x[None, :], 0.0), 1)
 
 
 @triton.jit
-def load_before(x, token, end, d, H, D):
+def _load_before(x, token, end, d, H, D):
     """The vectors of the tokens before `token` of one head of ``x [tokens, H, D]``; zero before the chunk."""
     tile = load_tile(x, tl.maximum(token - 1, 0), end, 0, d, H, D)
     return tl.where((token > 0)[:, None], tile, 0.0)
@@ -183,31 +183,33 @@ def delta_head_gradient_kernel(
         dk_read = split_dot(pairs, k_, DOT, dk_read)
         in_chunk = split_dot(transposed, a_, DOT, in_chunk)
         if READ_BEFORE:
-            ending += of_next(tl.sum(dk_read * a_, 1))
-            dk_read += of_before * load_before(k, i, size, d, H, K)
+            ending += _of_next(tl.sum(dk_read * a_, 1))
+            dk_read += of_before * _load_before(k, i, size, d, H, K)
         else:
             ending += tl.sum(dk_read * a_, 1)
         if a is not None:
             store_tile(da + first * K, dk_read, i, size, 0, d, HV, K)
 
         # 3. The writes of keys, through the state after the chunk.
+        d_states += rh * K * V
         written = tl.zeros([C, BK], dtype=tl.float32)
-        d_total_ = tl.zeros([BK, BK], dtype=tl.float32)
         for v0 in range(0, V, BV):
             d2 = v0 + tl.arange(0, BV)
-            dS = load_state(d_states + rh * K * V, d, d2, K, V)
-            written += dot(load_tile(r, i, size, 0, d2, HV, V), dS, DOT)
-            if d_total is not None:  # the sums of S dS are the diagonal of a product
-                d_total_ += dot(tl.trans(load_state(states, d, d2, K, V)), dS, DOT)
+            written += dot(load_tile(r, i, size, 0, d2, HV, V), load_state(d_states, d, d2, K, V), DOT)
         if sums is not None:
             written *= to_end[:, None]
         q_ = load_tile(q, i, size, 0, d, H, K)
         k_ = load_tile(k, i, size, 0, d, H, K)
         # 4. The gradients of sums of gates, of `beta` and of keys.
         if d_sums is not None:
-            j = tl.arange(0, BK)
-            d_total_ = tl.sum(tl.where(j[:, None] == j[None, :], d_total_, 0.0), 1)
-            tl.store(d_total + rh * K + d, d_total_ * of_chunk, mask=d < K)
+            of_state = tl.zeros([BK], dtype=tl.float32)
+            # Not in the loop of the product: Triton 3.6 overwrites an operand that a product still reads if it is
+            # read twice.
+            for v0 in range(0, V, BV):
+                d2 = v0 + tl.arange(0, BV)
+                S = load_state(states, d, d2, K, V).to(tl.float32)
+                of_state += tl.sum(S * load_state(d_states, d, d2, K, V), 0)
+            tl.store(d_total + rh * K + d, of_state * of_chunk, mask=d < K)
             at = d_sums + ((row * 3 * tiles + tile) * HV + h) * C + i
             tl.store(at + ENDING * tiles * HV * C, ending)
             tl.store(at + BEGINNING * tiles * HV * C, tl.sum(in_chunk * k_, 1) * beta_i)
@@ -233,6 +235,7 @@ def delta_add_heads_kernel(
     BLOCK: tl.constexpr,
 ):
     """The `size` sums of `x` over the heads of values that share keys, rounded after each addition."""
+    size = size // K * K  # tells Triton that a thread may load and store 16 bytes at a time
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x += i // K * (GROUP * K) + i % K
     total = tl.load(x, mask=i < size, other=0.0)

@@ -48,16 +48,13 @@ def compute_factors(x: CallOperands, plan: Plan, gates: CallGates, with_r: bool 
     W = P = Y = beta = None
     if plan.takes_inverses:
         Y, beta = tokens.per_chunk(HV, C, C, dtype=tokens.dtype), x.beta
-        arguments: dict[str, Any] = {"k": x.k, "beta": x.beta, "sums": gates.sums.sums, "Y": Y}
     else:
         W, P = scratch(tokens, K), tokens.per_chunk(HV, C, C, dtype=tokens.dtype)
         Y = tokens.per_chunk(HV, C, C) if with_r else None
-        arguments = {"vectors": KeyVectors(x.q, x.k, x.a, x.beta), "W": W, "P": P, "Y": Y}
-        if x.gk is None:
-            arguments |= {"gates": gates.sums, "READ_BEFORE": x.read_before}
     log_norm = tokens.per_chunk(HV) if plan.takes_log_norms else None
+    arguments: dict[str, Any] = {"vectors": KeyVectors(x.q, x.k, x.a, x.beta), "W": W, "P": P, "Y": Y}
     if x.gk is None:
-        arguments["log_norm"] = log_norm
+        arguments |= {"gates": gates.sums, "log_norm": log_norm, "READ_BEFORE": x.read_before}
     else:
         q_read, k_read = scratch(tokens, K), scratch(tokens, K)
         arguments |= {"gk": x.gk, "q_decayed": q_read, "k_decayed": k_read, "total": gates.total}

@@ -53,23 +53,14 @@ def compute_gradients(
         d_sums = d_total = None
     arguments: dict[str, Any] = {"vectors": KeyVectors(x.q, x.k, x.a, x.beta), "values": values, "made": made}
     arguments |= {"states": states, "d_states": d_states}
-    if plan.gradients.products is not None:
-        sizes, dtype = plan.gradients.products
-        arguments["stored"] = StoredPairs(
-            tokens.per_chunk(HV, *sizes, dtype=dtype),
-            tokens.per_chunk(HV, tokens.C),
-            tokens.per_chunk(HV, tokens.C) if x.read_before else None,
-        )
     dgk = None
     if x.gk is None:
         arguments |= {"gates": gates.sums, "d_sums": d_sums, "d_total": d_total, "READ_BEFORE": x.read_before}
     else:
         dgk = tokens.per_token(HV, tokens.K, dtype=x.gk.dtype) if wants_gates else None
-        arguments |= {
-            "gk": x.gk,
-            "dgk": dgk,
-            "factorisable_tiles": tokens.per_chunk(HV, tiles, dtype=torch.int8),
-        }
+        C, marks = tokens.C, tokens.per_chunk(HV, tiles, dtype=torch.int8)
+        stored = StoredPairs(tokens.per_chunk(HV, 2, C, C), tokens.per_chunk(HV, C))
+        arguments |= {"gk": x.gk, "dgk": dgk, "stored": stored, "factorisable_tiles": marks}
         if plan.gradients.takes_marks:
             arguments["factorisable_chunks"] = gates.factorisable_chunks
     launch_steps(plan.gradients.steps, tokens.chunks * heads, tokens, H=H, **arguments)

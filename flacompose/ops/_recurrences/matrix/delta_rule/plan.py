@@ -7,7 +7,7 @@ bfloat16 that is aligned, and are in no graph: see `_launch/hopper`. "Read by `k
 Forward: for each chunk the WY factors, then state passing.
 
     gates          condition                              kernel                            file
-    heads or none  Hopper, K, V 64 or 128, read by `k`    hopper_inverse_kernel             hopper/head_factors.py
+    heads or none  Hopper, K, V 64 or 128, read by `k`    hopper_head_factor_kernel: Y alone hopper/head_factors.py
                                                           hopper_head_state_passing_kernel  hopper/head_state_passing.py
     heads or none  Hopper, K 64 or 128                    hopper_head_factor_kernel         hopper/head_factors.py
     heads or none  otherwise                              delta_factor_kernel               kernels.py
@@ -25,8 +25,6 @@ and gates.
     heads or none  Hopper, read by `k`, K = V, many       hopper_head_backward_kernel       hopper/head_backward.py
                    programs: with state passing
     heads or none  Hopper, at most 4 heads share keys     hopper_head_gradient_kernel       hopper/head_gradients.py
-    heads or none  K > 128 (float32: > 32)                delta_stored_product_kernel,      stored_products.py
-                                                          delta_stored_product_gradient_kernel
     heads or none  otherwise                              delta_head_gradient_kernel        head_gradients.py
     channels       Hopper, 32 tokens sum to above -45     hopper_channel_chunk_gradient_kernel
                                                                              hopper/channel_chunk_gradients.py
@@ -91,8 +89,6 @@ class GradientPlan(NamedTuple):
     """The launches of the gradients of each chunk: of queries, keys, `a`, `beta` and gates."""
 
     steps: tuple[Step, ...] = ()
-    # The sizes of the gradients of products for each chunk and head, and their dtype, if a kernel stores them.
-    products: tuple[tuple[int, ...], torch.dtype] | None = None
     takes_marks: bool = False  # whether the marks of chunks say which kernel computes which
     adds_heads: bool = False  # whether they are added up over the heads that share keys
     passes_states: bool = False  # whether the one kernel passes the gradients of states too
@@ -141,12 +137,11 @@ def _factors(x: CallOperands, forward: bool) -> tuple[tuple[Step, ...], bool]:
     chip, bfloat16, K, V = x.tokens.chip, x.tokens.bfloat16, x.tokens.K, x.tokens.V
     takes = partial(hopper.takes, chip)
     if x.gk is None:
+        in_gluon = Step("hopper.head_factors", "hopper_head_factor_kernel", {"num_warps": 4, "maxnreg": 168})
         if forward and x.reads_by_key and takes((*x.read_by, x.v), K, V) and x.v_token % 8 == 0:
-            config = {"num_warps": 4, "maxnreg": 96}
-            return (Step("hopper.head_factors", "hopper_inverse_kernel", config),), True
+            return (in_gluon._replace(config={"num_warps": 4, "maxnreg": 96}),), True
         if takes(x.read_by, K):
-            config = {"num_warps": 4, "maxnreg": 168}
-            return (Step("hopper.head_factors", "hopper_head_factor_kernel", config),), False
+            return (in_gluon,), False
         return (Step("kernels", "delta_factor_kernel", factor_config(bfloat16)),), False
     # Chunks with factorisable gates are computed and marked first, the others by the second launch. Wider tiles
     # of gates that are not factorisable spill three times as many registers.
@@ -209,7 +204,7 @@ def plan_state_passing(
 
 
 def _head_gradients(x: CallOperands, do: Tensor, passing: Passing, with_keys: bool) -> GradientPlan:
-    tokens, (H, K), C = x.tokens, x.q.shape[2:], x.tokens.C
+    tokens, (H, K) = x.tokens, x.q.shape[2:]
     takes = partial(hopper.takes, tokens.chip, (*x.read_by, do))
     if with_keys and _passes_states(x, passing) and takes(K):
         step = Step("hopper.head_backward", "hopper_head_backward_kernel", {"num_warps": K // 16})
@@ -220,14 +215,6 @@ def _head_gradients(x: CallOperands, do: Tensor, passing: Passing, with_keys: bo
         configs = ({"BK": 64, "num_warps": 4, "of_group": i, "ADDS": i > 0} for i in range(tokens.H // H))
         step = Step("hopper.head_gradients", "hopper_head_gradient_kernel", {}, tile_count(K, 64))
         return GradientPlan(tuple(step._replace(config=x) for x in configs), adds_heads=True)
-    if stores_products(tokens.bfloat16, K):
-        config = stored_product_gradient_config(tokens.bfloat16)
-        tiles = tile_count(K, config["BK"])
-        steps = (
-            Step("stored_products", "delta_stored_product_kernel", product_gradient_config(tokens.bfloat16)),
-            Step("stored_products", "delta_stored_product_gradient_kernel", config, tiles),
-        )
-        return GradientPlan(steps, ((2, 2 if tokens.bfloat16 else 1, C, C), tokens.dtype))
     config = gradient_config(tokens.bfloat16, tokens.V)
     return GradientPlan(
         (Step("head_gradients", "delta_head_gradient_kernel", config, tile_count(K, config["BK"])),)
@@ -254,26 +241,22 @@ def _passes_states(x: CallOperands, passing: Passing) -> bool:
 
 
 def _channel_gradients(x: CallOperands, do: Tensor) -> GradientPlan:
-    tokens, stored = x.tokens, ((2, x.tokens.C, x.tokens.C), torch.float32)
+    tokens = x.tokens
     config = channel_gradient_config(tokens.chip, tokens.bfloat16)
     tiles = tile_count(tokens.K, config["BK"])
     others = partial(Step, "channel_gradients", "delta_channel_gradient_kernel", programs=tiles)
+    last = others(config=config | {"FACTORISABLE": False})
     if hopper.takes(tokens.chip, (*x.read_by, do), tokens.K, tokens.V):
         in_gluon = {"BK": config["BK"], "num_warps": 4}
         steps = (
             Step("hopper.channel_chunk_gradients", "hopper_channel_chunk_gradient_kernel", in_gluon, tiles),
             Step("hopper.channel_block_gradients", "hopper_channel_block_gradient_kernel", in_gluon, tiles),
-            others(config=config | {"FACTORISABLE": False}),
+            last,
         )
-        return GradientPlan(steps, stored, takes_marks=True)
+        return GradientPlan(steps, takes_marks=True)
     of_products = product_gradient_config(tokens.bfloat16)
     products = Step("channel_gradients", "delta_channel_product_gradient_kernel", of_products)
-    steps = (
-        products,
-        others(config=config | {"FACTORISABLE": True}),
-        others(config=config | {"FACTORISABLE": False}),
-    )
-    return GradientPlan(steps, stored)
+    return GradientPlan((products, others(config=config | {"FACTORISABLE": True}), last))
 
 
 def warm_start_count(chunks: int, programs: int) -> int:
@@ -372,19 +355,8 @@ def join_config(chip: Chip, bfloat16: bool, K: int) -> dict[str, int]:
 def gradient_config(bfloat16: bool, V: int) -> dict[str, int]:
     """Block sizes of the key axis and of the value axis, which is contracted, warps and pipeline stages."""
     if not bfloat16:
-        return {"BK": 32, "BV": 32, "num_warps": 4, "num_stages": 1}
+        return {"BK": 64, "BV": 32, "num_warps": 4, "num_stages": 1}
     return {"BK": 64, "BV": max(block(V, 128), 64), "num_warps": 4, "num_stages": 1}
-
-
-def stores_products(bfloat16: bool, K: int) -> bool:
-    """Whether the gradients of products are stored once for all tiles of keys, not computed by each tile."""
-    return K > (128 if bfloat16 else 32)
-
-
-def stored_product_gradient_config(bfloat16: bool) -> dict[str, int]:
-    """As `gradient_config`, where gradients of products are stored."""
-    B = 64 if bfloat16 else 32
-    return {"BK": B, "BV": B, "num_warps": 4, "num_stages": 2}
 
 
 def product_gradient_config(bfloat16: bool) -> dict[str, int]:

@@ -180,7 +180,7 @@ def hopper_head_factor_kernel(
     gates,  # `GateSums`, without `rest`
     W,  # [tokens, HV, K]
     P,  # [chunks, HV, C, C], transposed
-    Y,  # [chunks, HV, C, C], transposed, in float32
+    Y,  # [chunks, HV, C, C], transposed, in float32; in bfloat16 without W and P
     log_norm,  # [chunks, HV]
     cu_seqlens,
     T,
@@ -192,7 +192,10 @@ def hopper_head_factor_kernel(
     C: gl.constexpr,
     READ_BEFORE: gl.constexpr,
 ):
-    """Fills `W`, `P` and, if given, `Y` and `log_norm`."""
+    """Fills `W`, `P` and, if given, `Y` and `log_norm`; or `Y` alone, for `hopper/head_state_passing`.
+
+    Then `Y` has two parts: the larger ones on and above the diagonal, and the smaller ones, transposed, below it.
+    """
     q, k, a, beta = vectors
     sums = gates.sums
     of_group, row, hk, lo, hi = tile_of_program(HV // H, T, N, H, cu_seqlens, C)
@@ -205,15 +208,16 @@ def hopper_head_factor_kernel(
     of_keys = (lo * H + hk) * K
     OF_K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], OF_K)
-    q_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], OF_K)
     copy(k_s, k + of_keys, H * K, size)
     a_s = k_s
     if a is not None:
         a_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], OF_K)
         copy(a_s, a + of_keys, H * K, size)
     commit_group()
-    copy(q_s, q + of_keys, H * K, size)
-    commit_group()
+    if W is not None:
+        q_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], OF_K)
+        copy(q_s, q + of_keys, H * K, size)
+        commit_group()
     L: gl.constexpr = products(C)
     s = gl.arange(0, C, gl.SliceLayout(1, L))
     t = gl.arange(0, C, gl.SliceLayout(0, L))
@@ -225,97 +229,49 @@ def hopper_head_factor_kernel(
     zeros = gl.zeros([C, C], gl.float32, L)
 
     # 1. The products of pairs of tokens. Rows are writing tokens, columns reading tokens.
-    arrived(1)
+    arrived(0 if W is None else 1)
     of_k = warpgroup_mma(k_s, a_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    arrived(0)
-    of_q = warpgroup_mma(k_s, q_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    of_q = of_k
+    if W is not None:
+        arrived(0)
+        of_q = warpgroup_mma(k_s, q_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     of_k, of_q = warpgroup_mma_wait(0, [of_k, of_q])
     if log_norm is not None:
         _store_log_norm(log_norm + rh, of_k, beta_s, total)
-    weights = (beta_s * scale.to(gl.float32))[:, None]
     if sums is not None:
         between = gl.exp2(-gl.abs(sum_s[:, None] - gl.load(sums + t)[None, :]))
         if READ_BEFORE:
             of_k *= gl.exp2(-gl.abs(sum_s[:, None] - sums_before(sums, t)[None, :]))
         else:
             of_k *= between
-        weights = weights * between
-    of_q = gl.where(s[:, None] <= t[None, :], of_q * weights, 0.0)
-    of_q_s = gl.allocate_shared_memory(
-        gl.bfloat16, [2, C, C], gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
+    parts_s = gl.allocate_shared_memory(
+        gl.bfloat16, [1 if W is None else 2, C, C], gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
     )
-    store_parts(of_q_s, of_q)
-    make_visible()
+    if W is not None:
+        weights = (beta_s * scale.to(gl.float32))[:, None]
+        if sums is not None:
+            weights = weights * between
+        store_parts(parts_s, gl.where(s[:, None] <= t[None, :], of_q * weights, 0.0))
+        make_visible()
 
     # 2. Y and P.
     solved = inverse(gl.where(s[:, None] < t[None, :], of_k * beta_s[:, None], 0.0))
     at = rh * C * C
-    if Y is not None:
-        gl.store(Y + at + s[:, None] * C + t[None, :], solved)
-    # Loaded late, so that they do not occupy registers before.
-    weights_t = gl.load(beta + first + t * HV, mask=t < size, other=0.0).to(gl.float32)
-    if sums is not None:
-        weights_t *= gl.exp2(total - gl.load(sums + t))
-    store(P + at, multiply(solved, rows(of_q_s, 0, C), zeros), C, C)
+    if W is None:
+        high, low = parts(solved)
+        low_s = parts_s.index(0)
+        low_s.store(low)
+        low = low_s.permute((1, 0)).load(L)
+        store(Y + at, gl.where(s[:, None] <= t[None, :], high, low), C, C)
+    else:
+        if Y is not None:
+            gl.store(Y + at + s[:, None] * C + t[None, :], solved)
+        # Loaded late, so that they do not occupy registers before.
+        weights_t = gl.load(beta + first + t * HV, mask=t < size, other=0.0).to(gl.float32)
+        if sums is not None:
+            weights_t *= gl.exp2(total - gl.load(sums + t))
+        store(P + at, multiply(solved, rows(parts_s, 0, C), zeros), C, C)
 
-    # 3. W.
-    written = multiply(solved * weights_t[None, :], (k_s,), gl.zeros([C, K], gl.float32, products(K)))
-    store(W + first * K, written, HV * K, size)
-
-
-@gluon.jit(do_not_specialize=["T", "N", "H", "HV"])
-def hopper_inverse_kernel(
-    k,  # [tokens, H, K]
-    beta,  # [tokens, HV]
-    sums,  # [chunks, HV, C]
-    Y,  # [chunks, HV, C, C], transposed, in bfloat16
-    log_norm,  # [chunks, HV]
-    cu_seqlens,
-    T,
-    N,
-    H,
-    HV,
-    K: gl.constexpr,
-    C: gl.constexpr,
-):
-    """Fills `Y` and, if given, `log_norm`, for `hopper_head_state_passing_kernel` of `hopper/head_state_passing`.
-
-    `Y` has two parts: the larger ones on and above the diagonal, and the smaller ones, transposed, below it.
-    """
-    of_group, row, hk, lo, hi = tile_of_program(HV // H, T, N, H, cu_seqlens, C)
-    h = hk * (HV // H) + of_group
-    if lo >= hi:
-        return
-    size = gl.minimum(hi - lo, C).to(gl.int32)
-    rh = row * HV + h
-    first = lo * HV + h
-    k_s = gl.allocate_shared_memory(
-        gl.bfloat16, [C, K], gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
-    )
-    copy(k_s, k + (lo * H + hk) * K, H * K, size)
-    commit_group()
-    L: gl.constexpr = products(C)
-    s = gl.arange(0, C, gl.SliceLayout(1, L))
-    t = gl.arange(0, C, gl.SliceLayout(0, L))
-    beta_s = gl.load(beta + first + s * HV, mask=s < size, other=0.0).to(gl.float32)
-    if sums is not None:
-        sums += rh * C
-        between = gl.exp2(-gl.abs(gl.load(sums + s)[:, None] - gl.load(sums + t)[None, :]))
-        total = gl.load(sums + C - 1)
-    arrived(0)
-    of_k = warpgroup_mma(
-        k_s, k_s.permute((1, 0)), gl.zeros([C, C], gl.float32, L), use_acc=False, is_async=True
-    )
-    of_k = warpgroup_mma_wait(0, [of_k])
-    if log_norm is not None:
-        _store_log_norm(log_norm + rh, of_k, beta_s, total)
-    if sums is not None:
-        of_k *= between
-    solved = inverse(gl.where(s[:, None] < t[None, :], of_k * beta_s[:, None], 0.0))
-    high, low = parts(solved)
-    low_s = gl.allocate_shared_memory(
-        gl.bfloat16, [C, C], gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
-    )
-    low_s.store(low)
-    low = low_s.permute((1, 0)).load(L)
-    store(Y + rh * C * C, gl.where(s[:, None] <= t[None, :], high, low), C, C)
+        # 3. W.
+        written = multiply(solved * weights_t[None, :], (k_s,), gl.zeros([C, K], gl.float32, products(K)))
+        store(W + first * K, written, HV * K, size)

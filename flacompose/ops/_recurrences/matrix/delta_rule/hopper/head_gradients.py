@@ -45,7 +45,7 @@ def _decayed(pairs, sums, scale, BEFORE: gl.constexpr):
 
 @gluon.jit
 def _of_next(x, L: gl.constexpr):
-    """`of_next` of `head_gradients`."""
+    """`_of_next` of `head_gradients`."""
     t = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))
     s = gl.arange(0, x.shape[0], gl.SliceLayout(0, L))
     x = gl.convert_layout(x, gl.SliceLayout(0, L))

@@ -104,7 +104,7 @@ def _store_numbers(numbers_s, slot, beta, sum, total):
 
 @gluon.jit
 def _load_inverse(Y, chunk, size, HV, C: gl.constexpr):
-    """The matrix that `hopper_inverse_kernel` has stored for a chunk, and zeros for a chunk without tokens."""
+    """The matrix that `hopper_head_factor_kernel` has stored for a chunk, and zeros for a chunk without tokens."""
     ROWS: gl.constexpr = rows_of(C, gl.num_warps())
     s = gl.arange(0, C, gl.SliceLayout(1, ROWS))[:, None]
     t = gl.arange(0, C, gl.SliceLayout(0, ROWS))[None, :]
@@ -161,7 +161,7 @@ def _multiply(x, y, smaller, acc, USE_ACC: gl.constexpr = True):
 @gluon.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
 def hopper_head_state_passing_kernel(
     # The parameters of `delta_state_passing_kernel` in `kernels`, with the same meanings, except Y and `beta`.
-    factors,  # `WYFactors`: `q_read`, `k_read`, and Y from `hopper_inverse_kernel`
+    factors,  # `WYFactors`: `q_read`, `k_read`, and Y from `hopper_head_factor_kernel`
     decays,  # `ChunkDecays`: sums and log_norm
     passed,  # `PassedStates`, without `states`
     v,  # [tokens, HV, V]; v_token elements, a multiple of 8, separate its tokens
