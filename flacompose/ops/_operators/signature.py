@@ -260,7 +260,7 @@ class BackwardCall(Generic[AnyInputs]):
         do: Tensor | None = self.arriving[0]
         return self.signature.zeros(self.inputs) if do is None else do
 
-    def made(self, **gradients: Tensor | Callable[[], Tensor] | None) -> Gradients:
+    def select(self, **gradients: Tensor | Callable[[], Tensor] | None) -> Gradients:
         """The wanted ones of the `gradients`, by the names of their inputs and in the dtypes of these.
 
         A gradient may be a function that computes it, which is called only if the gradient is wanted.

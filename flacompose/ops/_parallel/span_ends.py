@@ -56,7 +56,7 @@ class DecayEnds:
         for name, d_sum in zip(self.gates, d_sums):
             if name in call.wanted and d_sum is not None:
                 made[name] = made[name] + of_tokens(d_sum, made[name].shape[1], call.inputs.cu_seqlens)
-        return call.made(**made)
+        return call.select(**made)
 
     def through_state(self, call: BackwardCall[Any], inputs: Any, d_state: Tensor | None) -> Gradients:
         """The gradients that `call` wants, from the gradient of the final state of a form with these `inputs`."""
@@ -91,7 +91,7 @@ class MatrixEnds(DecayEnds):
         made = self.through_state(call, _with_identity(call.inputs), torch.cat(d_ends, -1))
         if "v" in made:
             made["v"] = made["v"][..., : call.inputs.v.shape[-1]]
-        return call.made(**made)
+        return call.select(**made)
 
 
 def _with_identity(inputs: Any) -> Any:

@@ -16,7 +16,7 @@ SOFTPLUS_THRESHOLD = tl.constexpr(20.0)  # PyTorch's softplus is the identity ab
 
 
 @triton.jit
-def bounded(g):
+def clamp_gate(g):
     """The gate `g`, at least `LOWEST_GATE`. A NaN stays NaN, unlike in the hardware's maximum."""
     return tl.maximum(g, LOWEST_GATE, propagate_nan=tl.PropagateNan.ALL)
 

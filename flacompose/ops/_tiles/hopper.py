@@ -25,7 +25,7 @@ reinterpret = memory.reinterpret if hasattr(memory, "reinterpret") else memory._
 
 
 @gluon.constexpr_function
-def rows_of(width, warps):
+def row_layout(width, warps):
     """The layout of rows of `width` 16-bit numbers in `warps`: each thread has 16 bytes of a row."""
     return gl.BlockedLayout([1, 8], [256 // width, width // 8], [warps, 1], [1, 0])
 
@@ -43,7 +43,7 @@ def _rows(count: gl.constexpr, size, layout: gl.constexpr):
 @gluon.jit
 def copy(to, x, stride, size):
     """Begin to copy the rows of `x`, `stride` elements apart, to `to`: zeros from row `size` on."""
-    layout: gl.constexpr = rows_of(to.shape[1], gl.num_warps())
+    layout: gl.constexpr = row_layout(to.shape[1], gl.num_warps())
     i = _rows(to.shape[0], size, layout)
     d = gl.arange(0, to.shape[1], gl.SliceLayout(0, layout))[None, :]
     async_load(to, x + i * stride + d, mask=(i < size) & (d < to.shape[1]))
@@ -57,7 +57,7 @@ def make_visible():
 
 
 @gluon.jit
-def arrived(later: gl.constexpr):
+def wait_for_copies(later: gl.constexpr):
     """Wait for all but the last `later` groups of copies. Products may read them then."""
     async_copy.wait_group(later)
     make_visible()
@@ -66,7 +66,7 @@ def arrived(later: gl.constexpr):
 @gluon.jit
 def store(x, value, stride, size, ADDS: gl.constexpr = False):
     """Store the rows of `value` before `size`, `stride` elements apart, or with `ADDS` add them."""
-    layout: gl.constexpr = rows_of(value.shape[1], gl.num_warps())
+    layout: gl.constexpr = row_layout(value.shape[1], gl.num_warps())
     i = _rows(value.shape[0], size, layout)
     d = gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))[None, :]
     inside = (i < size) & (d < value.shape[1])
@@ -136,7 +136,7 @@ def store_three_parts(to, third, x):
 
 
 @gluon.jit
-def selected(choice, x_s, zeros, PARTS: gl.constexpr, rest_s=None):
+def select(choice, x_s, zeros, PARTS: gl.constexpr, rest_s=None):
     """``choice @ x`` for a matrix of 0, 1 and -1; `x_s` has `PARTS` parts, `rest_s` a third."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, choice.type.layout, 2)
     choice = gl.convert_layout(choice.to(gl.bfloat16), LEFT)

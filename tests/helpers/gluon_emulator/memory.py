@@ -98,9 +98,12 @@ def _places(shape: Any, size: int, layout: Any) -> Tensor:
     raise NotImplementedError(f"the emulator does not know where {layout} has its elements")
 
 
-def allocate_shared_memory(dtype: Any, shape: Any, layout: Any) -> Shared:
+def allocate_shared_memory(dtype: Any, shape: Any, layout: Any, value: Block | None = None) -> Shared:
     size = DTYPES[dtype].itemsize
-    return Shared(_Memory(math.prod(shape) * size), _places(shape, size, layout), DTYPES[dtype], layout)
+    shared = Shared(_Memory(math.prod(shape) * size), _places(shape, size, layout), DTYPES[dtype], layout)
+    if value is not None:
+        shared.store(value)
+    return shared
 
 
 # Asynchronous copies

@@ -32,7 +32,7 @@ class HeadGates:
     """The decays in each chunk by gates of heads ``g [..., C, 1]``; without gates all are 1.
 
     `pair` ``[..., t, s]`` is the decay from a write to a later read, and 1 elsewhere; `read` and `write`
-    ``[..., t, 1]`` are the decays from the chunk's start to a token and from a token to its end, `total`
+    ``[..., t, 1]`` are the decays from the chunk's start to a token and from a token to its end, `chunk_decay`
     ``[..., 1, 1]`` that of the chunk. With `read_before` a token reads before its own decay, so its sums of
     gates end at the token before it. Of `like` ``[..., C, K]`` only the size `C`, the dtype and the device count.
     """
@@ -42,12 +42,12 @@ class HeadGates:
         ones = like.new_ones(like.shape[-2], like.shape[-2])
         self.before = ones.tril(-1)  # [t, s], 1 where s < t
         if g is None:
-            self.pair = self.read = self.write = self.total = ones[:1, :1]
+            self.pair = self.read = self.write = self.chunk_decay = ones[:1, :1]
             return
         sums = torch.where(self.before > 0, g, 0).cumsum(-2)  # [..., t, s], gates s + 1 to t
         since_start = g.cumsum(-2)
         self.write = sums[..., -1:, :].mT.exp()
-        self.total = since_start[..., -1:, :].exp()
+        self.chunk_decay = since_start[..., -1:, :].exp()
         if read_before:
             sums, since_start = (F.pad(x, (0, 0, 1, -1)) for x in (sums, since_start))
         self.pair, self.read = sums.exp(), since_start.exp()
@@ -68,7 +68,7 @@ class HeadGates:
         return PairGradient(dP @ b, dP.mT @ a, exponents)
 
     def gradient(self, d_pair: Tensor, d_read: Tensor, d_write: Tensor, d_total: Tensor) -> Tensor:
-        """The gradient of every gate ``[..., C, 1]``, from those of the exponents of `pair`, `read`, `write`, `total`.
+        """The gradient of every gate ``[..., C, 1]``, from those of the exponents of the decays of these names.
 
         Vectors ``[..., C, K]``, and ``d_total [..., 1, K]``, are summed over `K`.
         """
@@ -86,7 +86,7 @@ class ChannelGates:
     """The decays in each chunk by gates of channels ``g [..., C, D]``. A decay is the exponential of a sum of gates.
 
     `read` ``[..., C, D]`` is the decay from the chunk's start to a token, `write` from a token to the chunk's
-    end, and ``total [..., 1, D]`` that of the chunk. The decay of a pair of tokens is the product of two
+    end, and ``chunk_decay [..., 1, D]`` that of the chunk. The decay of a pair of tokens is the product of two
     factors: from the earlier token to a boundary between both, and from there to the later one. The chunk is
     halved, and halved again, and the boundary is the first that separates the tokens. `levels` are these factors
     for blocks of 1, 2, 4, ... tokens: from the start of each odd block, and to the end of each even block.
@@ -103,7 +103,7 @@ class ChannelGates:
             read = torch.cat([read_0, read_1 + total_0], -2)
             write = torch.cat([write_0 + total_1, write_1], -2)
             total = total_0 + total_1
-        self.read, self.write, self.total = (x.squeeze(-3).exp() for x in (read, write, total))
+        self.read, self.write, self.chunk_decay = (x.squeeze(-3).exp() for x in (read, write, total))
 
     def pairs(self, a: Tensor, b: Tensor, diagonal: int = 0) -> Tensor:
         """`HeadGates.pairs`, for these gates: block by block, from single tokens to halves of the chunk.
@@ -218,15 +218,15 @@ class CacheBlock:
         self.q, self.k, self.v = map(self.split, (inputs.q, inputs.k, inputs.v))
         self.q = self.q * inputs.scale
 
-    def states(self, passing: StatePassing) -> tuple[Tensor, ...]:
+    def compute_states(self, passing: StatePassing) -> tuple[Tensor, ...]:
         """The state before each chunk, and the written values where these depend on it."""
         raise NotImplementedError
 
-    def outputs(self, *states: Tensor) -> Tensor:
-        """The outputs of all tokens, from the result of `states`."""
+    def compute_outputs(self, *states: Tensor) -> Tensor:
+        """The outputs of all tokens, from the result of `compute_states`."""
         raise NotImplementedError
 
-    def gradients(
+    def compute_gradients(
         self, wants: Wants, do: Tensor, states: tuple[Tensor, ...], backwards: StatePassing
     ) -> dict[str, Tensor]:
         """The wanted gradients of all tokens, by the names of the inputs; `states` are empty if they are not needed."""

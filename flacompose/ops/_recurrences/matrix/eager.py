@@ -40,7 +40,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     outputs = []
     for piece in cut:
         block = rule(inputs, piece)
-        outputs.append(block.outputs(*block.states(passing)).flatten(1, 2).to(dtype))
+        outputs.append(block.compute_outputs(*block.compute_states(passing)).flatten(1, 2).to(dtype))
     # `end` may be a view. A caller would be compiled once for states that are views, and once for others.
     return chunks.join(*outputs), passing.end().clone()
 
@@ -53,19 +53,19 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     states: list[tuple[Tensor, ...]] = [()] * len(blocks)
     if wants(*rule.of_states):
         forwards = StatePassing(chunks, _start(chunks, inputs, inputs.initial_state))
-        states = [block.states(forwards) for block in blocks]
+        states = [block.compute_states(forwards) for block in blocks]
     backwards = StatePassing(chunks, _start(chunks, inputs, call.arriving.final_state), reverse=True)
     parts: dict[str, list[Tensor]] = {}
     while blocks:
         block = blocks.pop()  # so that its tensors are freed after its gradients
-        for name, dx in block.gradients(wants, block.split(do), states.pop(), backwards).items():
+        for name, dx in block.compute_gradients(wants, block.split(do), states.pop(), backwards).items():
             parts.setdefault(name, []).append(dx.flatten(1, 2))
     made: Gradients = {}
     for name, dx_parts in parts.items():
         dx = chunks.join(*dx_parts[::-1])
         of_tokens = "T" in SIGNATURE.axes[name].split()  # the gradient of a parameter is a sum over tokens
         made[name] = (dx if of_tokens else dx.sum((0, 1))).reshape(getattr(inputs, name).shape)
-    return call.made(**made, initial_state=lambda: backwards.end().clone())
+    return call.select(**made, initial_state=lambda: backwards.end().clone())
 
 
 def _cut(inputs: Inputs) -> tuple[Chunks, list[Chunks]]:

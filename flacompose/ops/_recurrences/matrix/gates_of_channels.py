@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flacompose.ops._tiles.blocks import bounded, fine_dot, load_tile
+from flacompose.ops._tiles.blocks import clamp_gate, fine_dot, load_tile
 
 C = tl.constexpr(64)  # tokens of a chunk
 LEVELS = tl.constexpr(6)  # levels of blocks in a chunk
@@ -23,8 +23,8 @@ LEAST_KEPT = tl.constexpr(0.05)  # about exp(-3)
 
 
 @triton.jit
-def load_gates(g, token, end, h, d, H, D):
-    return bounded(load_tile(g, token, end, h, d, H, D)).to(g.dtype.element_ty)
+def load_clamped_gates(g, token, end, h, d, H, D):
+    return clamp_gate(load_tile(g, token, end, h, d, H, D)).to(g.dtype.element_ty)
 
 
 @triton.jit
@@ -123,7 +123,7 @@ def size_of_sums(write, read):
 
 
 @triton.jit
-def size_of_gate(g, DOT: tl.constexpr):
+def scaled_gate_size(g, DOT: tl.constexpr):
     """The size of each gate, scaled so that its bound, 4 or in bfloat16 8, becomes `FACTORISABLE_BOUND`.
 
     Channel decay and low rank test it where the gradient of gates is wanted, the delta rule always.
@@ -136,7 +136,7 @@ def size_of_gate(g, DOT: tl.constexpr):
 
 @triton.jit
 def has_bounded_means(g, inside):
-    """Whether gates are factorisable for their gradient in bfloat16 although `size_of_gate` exceeds the bound.
+    """Whether gates are factorisable for their gradient in bfloat16 although `scaled_gate_size` exceeds the bound.
 
     The error of a gate's gradient is measured relative to the gradients of all gates. A single gate may
     therefore be as strong as the sums allow if the decays have a mean of at least `LEAST_KEPT`, for each
@@ -169,7 +169,7 @@ def factorisable_for_gradient(
     is_factorisable = True
     for first in tl.range(0, D, BD, num_stages=1):
         d = first + tl.arange(0, BD)
-        g_ = load_gates(g, token, end, h, d, H, D)
+        g_ = load_clamped_gates(g, token, end, h, d, H, D)
         write, read = middle_sums(g_, i[:, None], i[None, :], READ_BEFORE, DOT)
         by_sums = tl.max(size_of_sums(write, read)) < FACTORISABLE_BOUND
         is_factorisable = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flacompose.ops._tiles.blocks import bounded, find_chunk, in_float32
+from flacompose.ops._tiles.blocks import clamp_gate, find_chunk, in_float32
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -70,7 +70,7 @@ def head_gate_sum_kernel(
     if gamma is not None:
         gamma_ = tl.load(gamma + h, mask=h < H, other=0.0).to(tl.float32)
         g_ += tl.where(mask, gamma_[None, :], 0.0)
-    store_sums(bounded(g_), sums, rest, (row * H + h)[None, :] * C + t[:, None], in_h)
+    store_sums(clamp_gate(g_), sums, rest, (row * H + h)[None, :] * C + t[:, None], in_h)
 
 
 @triton.jit(do_not_specialize=["T", "N", "H", "scale"])

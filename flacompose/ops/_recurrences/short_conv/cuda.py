@@ -73,7 +73,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     walk(short_conv_gradient_kernel, x, weight, bias, initial_state, **given, **strides)
     if d_weight is not None:
         d_weight = d_weight.sum(0).mT.to(weight.dtype, copy=True, memory_format=torch.contiguous_format)
-    return call.made(
+    return call.select(
         x=None if dx is None else walk.batched(dx),
         weight=d_weight,
         bias=None if d_bias is None else d_bias.sum(0),

@@ -51,7 +51,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         d_history = _sums(F.pad(da, (0, 0, W, W - 1)), weight.flip(1), history.shape[1])
         if d_final_state is not None:
             d_history = d_history + rows.at_last(d_final_state.to(history.dtype).mT)
-    return call.made(
+    return call.select(
         x=lambda: _new(rows.of_tokens(d_history[:, W:])),
         weight=d_weight,
         bias=lambda: da.sum((0, 1)),

@@ -49,7 +49,7 @@ from flacompose.ops._recurrences.matrix.inputs import Inputs
 CPU = torch.device("cpu")
 OF_HEADS = {hopper_head_factor_kernel, hopper_head_gradient_kernel}
 FORWARDS = {hopper_head_state_passing_kernel}
-JOINT = {hopper_head_backward_kernel}
+BACKWARD = {hopper_head_backward_kernel}
 OF_CHANNELS = {
     hopper_channel_factor_kernel,
     hopper_channel_chunk_gradient_kernel,
@@ -70,7 +70,7 @@ def test_every_kernel_is_run() -> None:
     for path in Path(hopper.__file__).parent.glob("*.py"):
         module = import_module(f"{hopper.__name__}.{path.stem}")
         kernels |= {x for name, x in vars(module).items() if name.endswith("_kernel")}
-    assert kernels == set().union(JOINT, *KERNELS.values())
+    assert kernels == set().union(BACKWARD, *KERNELS.values())
 
 
 def emulated(problem: Problem, function: Call, loss: str = "both") -> tuple[Results, set[Any]]:
@@ -121,7 +121,7 @@ def test_gates_in_float32(gates: str) -> None:
 
 
 def of_two_tokens(case: OpCase, reader: int, *gates: tuple[int, int, float], **options: Any) -> Problem:
-    """Token 15 alone has a value, and `reader` alone a gradient of its output. Gates are mild, but for `gates`."""
+    """Token 15 alone has a value, and `reader` alone a gradient of its output. Gates are weak, except `gates`."""
     problem = draw(case, CPU, torch.bfloat16, B=1, T=64, H=1, K=64, V=64, gates=-0.01, state=False, **options)
     g = problem.tensors["g"].clone()
     for start, stop, gate in gates:
@@ -212,7 +212,7 @@ def test_all_is_decayed_to_almost_nothing(
 
 @pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float32])
 def test_gates_that_are_in_no_sum(gate_dtype: torch.dtype) -> None:
-    """The first gate of a block is in no sum from its middle. It may be -inf where the chunk is mild in blocks."""
+    """The first gate of a block is in no sum from its middle. It may be -inf where its blocks are factorisable."""
     problem = draw(
         NAMED["chunk_kda"], CPU, torch.bfloat16, B=1, T=70, H=1, K=64, V=64, gates=-0.5, gate_dtype=gate_dtype
     )
@@ -264,7 +264,7 @@ def of_two_tiles(first: float | str, second: float | str) -> Tensor:
     ("gates", "chunk", "tiles"),
     [
         (of_two_tiles(-0.5, -0.5), 1, [1, 1]),
-        # From the chunk's middle, sums of 44.8 are mild, and those of 45.3 in one of its halves are not.
+        # From the chunk's middle, sums of 44.8 are factorisable, and those of 45.3 in one of its halves are not.
         (of_two_tiles(-1.3984375, -0.01), 1, [1, 1]),
         (of_two_tiles(-1.4140625, -0.01).index_fill(1, torch.arange(32), -0.01), 2, [1, 1]),
         (of_two_tiles(-1.4921875, -0.01).index_fill(1, torch.arange(32, 64), -0.01), 2, [1, 1]),
@@ -279,7 +279,7 @@ def of_two_tiles(first: float | str, second: float | str) -> Tensor:
     ids=["weak", "nearly", "late", "early", "blocks", "left", "sums", "size", "size alone"],
 )
 @pytest.mark.parametrize("memory", [0, 1])
-def test_what_is_mild_in_blocks(gates: Tensor, chunk: int, tiles: list[int], memory: int) -> None:
+def test_what_is_factorisable_in_blocks(gates: Tensor, chunk: int, tiles: list[int], memory: int) -> None:
     """The kernel of pairs notes what a chunk is, and those of gradients share out its tiles.
 
     They do so whatever was in the memory in which they note it.
@@ -351,7 +351,7 @@ def test_pairs_of_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     ("K", "V", "lengths"), [(64, 128, None), (128, 64, [140, 0, 190])], ids=["dense", "packed"]
 )
 @pytest.mark.usefixtures("nan_in_new_memory")
-def test_sweeps_in_segments(
+def test_segments(
     K: int,
     V: int,
     lengths: list[int] | None,
@@ -359,7 +359,7 @@ def test_sweeps_in_segments(
     gates: str | float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """That are joined by their maps, or where sweeps restart."""
+    """Segments are joined by their transitions, or have warm starts."""
     monkeypatch.setattr(plan, "warm_start_count", lambda *_: restarts)
     if restarts == 1:
         monkeypatch.setattr(sequences, "segment_count", lambda *_: 3)
@@ -393,7 +393,7 @@ def test_keys_that_are_alike(beta: float, unlike: float) -> None:
     ids=["dense", "wide", "segments", "groups"],
 )
 @pytest.mark.usefixtures("nan_in_new_memory")
-def test_joint_kernel(
+def test_head_backward(
     name: str,
     D: int,
     B: int,
@@ -410,19 +410,19 @@ def test_joint_kernel(
     problem = draw(case, CPU, torch.bfloat16, B=B, T=T, H=2, K=D, V=D, gates=gates)
     expected, apart = emulated(problem, launched)
     monkeypatch.setattr(plan, "RESIDENT_PROGRAMS", {64: 1, 128: 1})
-    results, joint = emulated(problem, launched)
-    assert JOINT <= joint and not JOINT & apart
+    results, in_one = emulated(problem, launched)
+    assert BACKWARD <= in_one and not BACKWARD & apart
     assert_equal(results, expected)
     assert_accurate(problem, results)
 
 
 @pytest.mark.parametrize(
-    ("name", "joint"),
+    ("name", "in_one"),
     [("chunk_gated_delta_rule", True), ("chunk_gated_delta_rule", False), ("chunk_comba", False)],
 )
-def test_pairs_that_overflow(name: str, joint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_that_overflow(name: str, in_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of a token that reads with a later one that writes reach nothing, even if they are inf."""
-    monkeypatch.setattr(plan, "RESIDENT_PROGRAMS", {64: 1 if joint else 10**9})
+    monkeypatch.setattr(plan, "RESIDENT_PROGRAMS", {64: 1 if in_one else 10**9})
     problem = draw(
         replace(NAMED[name], groups=1), CPU, torch.bfloat16, B=1, T=64, H=1, K=64, V=64, gates=-0.1
     )
@@ -430,7 +430,7 @@ def test_pairs_that_overflow(name: str, joint: bool, monkeypatch: pytest.MonkeyP
     problem = problem.with_tensors(v=problem.tensors["v"] * torch.where(later, 1e20, 1.0).bfloat16())
     early = problem.do * torch.where(later, 0.0, 1e20).bfloat16()
     results, in_gluon = emulated(replace(problem, do=early), launched)
-    assert (JOINT <= in_gluon) == joint
+    assert (BACKWARD <= in_gluon) == in_one
     assert all(x.isfinite().all() for x in results.values())
 
 

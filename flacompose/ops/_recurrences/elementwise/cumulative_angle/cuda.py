@@ -60,4 +60,4 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     if dx is not None:
         dx = rows.batched(dx)
         dx = dx if H == HV else dx.unflatten(2, (H, -1)).sum(3)
-    return call.made(x=dx, dt=None if d_dt is None else d_dt.sum(0).view(dt.shape), initial_state=d_initial)
+    return call.select(x=dx, dt=None if d_dt is None else d_dt.sum(0).view(dt.shape), initial_state=d_initial)

@@ -48,7 +48,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     steps = _sums(do.flip(1), start, cu)
     d_initial = flipped(last_token(steps, start, cu)) / pi
     (steps,) = without_tail(cu_seqlens, steps.flip(1).to(dt.dtype))
-    return call.made(
+    return call.select(
         x=lambda: (steps * dt * (1 - speed.square())).unflatten(2, (x.shape[2], -1)).sum(3),
         dt=lambda: (steps * speed).sum(-1),
         initial_state=d_initial,

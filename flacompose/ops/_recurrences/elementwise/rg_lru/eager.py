@@ -38,7 +38,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     if wants("r", "a_param"):
         of_strength = torch.where(gates.kept, gates.u * (2 * gates.g).exp() / gates.root, 0)
         dg = found["g"] - found["x"] * of_strength
-    return call.made(
+    return call.select(
         x=lambda: dx,
         r=lambda: (
             dg * (gates.rate * (gates.r * (1 - gates.r)))

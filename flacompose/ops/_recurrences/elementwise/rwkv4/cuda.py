@@ -54,7 +54,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     dv, dk = (None if x is None else run.batched(x) for x in (dv, dk))
     dw, du = (None if x is None else x[: run.count].sum((0, 1)) for x in (dw, du))
     da, db, dm = d_initial
-    return call.made(v=dv, k=dk, w=dw, u=du, initial_a=da, initial_b=db, initial_m=dm)
+    return call.select(v=dv, k=dk, w=dw, u=du, initial_a=da, initial_b=db, initial_m=dm)
 
 
 class _Launches(Sequences):

@@ -79,7 +79,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         dw.append(torch.where(wkv.exists[j], step.kept * (da * step.a + db * step.b), 0))
         du.append(of_weight)
         da, db = step.kept * da + of_a, step.kept * db + of_b
-    return call.made(
+    return call.select(
         v=lambda: wkv.chunks.together(dv[::-1]),
         k=lambda: wkv.chunks.together(dk[::-1]),
         w=lambda: torch.stack(dw).sum((0, 1, 2, 3)),

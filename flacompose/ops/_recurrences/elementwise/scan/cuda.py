@@ -66,7 +66,7 @@ def backward(call: BackwardCall[Any]) -> Gradients:
         d_initial=d_initial,
         num_warps=1,
     )
-    return call.made(
+    return call.select(
         **{name: None if y is None else run.batched(y) for name, y in made.items()},
         a_param=None if d_a_param is None else d_a_param[: run.row.count].sum((0, 1)),
         initial_state=d_initial,

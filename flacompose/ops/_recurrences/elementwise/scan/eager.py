@@ -55,7 +55,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     d_final = call.arriving.final_state
     c, d_initial_state = chunks.states(gradient_before(decays, reads), decay, d_final, reverse=True)
     dh = gradients(decays, reads, c) if call.wants("x", "g") else []
-    return call.made(
+    return call.select(
         x=lambda: chunks.together(dh),
         g=lambda: chunks.together([d * h for d, h in zip(dh, decayed, strict=True)]),
         initial_state=d_initial_state,

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from flacompose.ops._tiles.blocks import (
     LOG2_E,
-    bounded,
+    clamp_gate,
     decayed,
     expm1_near_0,
     find_segment,
@@ -103,7 +103,7 @@ def _decays(gate, rate, resets, RESETS: tl.constexpr):
         a, opened, strength = tl.exp2(g * LOG2_E), 1.0, 1.0
     else:
         opened = sigmoid(gate)
-        g = bounded(rate[None, :] * opened)
+        g = clamp_gate(rate[None, :] * opened)
         a = tl.exp2(g * LOG2_E)
         strength = tl.sqrt(tl.where(g > -0.05, -expm1_near_0(2 * g), 1 - a * a))
         if RESETS:

@@ -96,7 +96,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         scratch=torch.empty(programs * 3 * CHUNK * BD, dtype=torch.float32, device=run.device),
         SOFTPLUS=inputs.softplus,
     )
-    return call.made(
+    return call.select(
         x=lambda: run.summed(found.dx),
         dt=lambda: run.summed(found.ddt),
         A=lambda: found.dA[:count].sum((0, 1)),

@@ -51,7 +51,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     if "dt" in found and inputs.softplus:
         raw = time_step(inputs.dt, inputs.dt_bias, False, inputs.x)
         found["dt"] = found["dt"] * raw.sigmoid()
-    return call.made(
+    return call.select(
         **found,
         D=lambda: (upcast(dy, inputs.x) * upcast(inputs.x)).sum((0, 1)),
         z=dz,

@@ -66,7 +66,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
             d_state = zeros
         else:
             d_state = torch.where(_filled(bounds(cu_seqlens, x.shape[1])), zeros, d_state)
-    return call.made(
+    return call.select(
         x=lambda: x.new_zeros(x.shape),
         g=lambda: call.do.clone(memory_format=torch.contiguous_format),  # an op returns none of its arguments
         initial_state=d_state,

@@ -33,7 +33,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     dD = None if D is None else rows.per_chunk(*D.shape)
     _launch(call.inputs, rows, call.do, dD=dD, **{f"d{name}": u for name, u in found.items()})
     found = {name: None if u is None else rows.batched(u) for name, u in found.items()}
-    return call.made(D=None if dD is None else dD[: rows.chunks].sum(0), **found)
+    return call.select(D=None if dD is None else dD[: rows.chunks].sum(0), **found)
 
 
 def _rows(inputs: Inputs) -> Sequences:

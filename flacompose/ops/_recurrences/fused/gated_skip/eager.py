@@ -29,8 +29,8 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     made, dv, D = {}, do, call.wanted_input("D")
     if z is not None:
         s = z.sigmoid()
-        made, dv = call.made(z=lambda: do * v * (s * (1 + z * (1 - s)))), do * (z * s)
-    return made | call.made(
+        made, dv = call.select(z=lambda: do * v * (s * (1 + z * (1 - s)))), do * (z * s)
+    return made | call.select(
         y=lambda: dv.clone(),  # an op returns none of its arguments
         x=lambda: torch.zeros_like(x) if weight is None else dv * weight,
         D=None if D is None else (dv * x).sum((0, 1)).sum_to_size(D.shape),

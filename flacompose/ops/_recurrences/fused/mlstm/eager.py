@@ -62,7 +62,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     of_k = (dC @ v.unsqueeze(-1)).squeeze(-1) + dn
     dF = (dC * step.C_0).sum((-2, -1)) + (dn * step.n_0).sum(-1)
     initial_m = inputs.initial_m
-    return call.made(
+    return call.select(
         q=lambda: _of_heads(dq, H),
         k=lambda: _of_heads(write.unsqueeze(-1) * of_k, H),
         v=lambda: (write.unsqueeze(-1) * (dC.mT @ k.unsqueeze(-1)).squeeze(-1)).unsqueeze(1),

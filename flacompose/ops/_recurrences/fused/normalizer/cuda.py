@@ -56,7 +56,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         config = gradient_config(run.bfloat16, run.K)
         launch(normalizer_gradient_kernel, (run.chunks * run.HV,), *tensors, **run.arguments, **config)
     dx, dg, dbeta, d_floor = (None if y is None else run.batched(y) for y in (dx, dg, dbeta, d_floor))
-    return call.made(
+    return call.select(
         q=run.summed_of_keys(dq),
         k=run.summed_of_keys(dk),
         x=dx,

@@ -39,7 +39,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     weight = torch.maximum(z.abs(), floor) + inputs.eps
     d_weight = -(do * (x / weight)).sum(-1, True) / weight
     is_floor = z.abs() <= floor
-    made = call.made(x=lambda: do / weight, floor=lambda: torch.where(is_floor, d_weight, 0).squeeze(-1))
+    made = call.select(x=lambda: do / weight, floor=lambda: torch.where(is_floor, d_weight, 0).squeeze(-1))
 
     dz = torch.where(is_floor, 0, d_weight * z.sgn())
     names = matrix.SIGNATURE.differentiable
@@ -49,7 +49,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         found = eager.backward(matrix.SIGNATURE.backward_call(*ones, dz, dn, wanted))
         if "initial_state" in found:
             found["initial_state"] = found["initial_state"].squeeze(-1)
-        made |= call.made(**found)
+        made |= call.select(**found)
     return made
 
 

@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 
 from flacompose.ops._tiles.blocks import (
-    bounded,
     chunk_of_program,
     chunks_of_segment,
+    clamp_gate,
     decayed,
     dot,
     find_sequence,
@@ -46,7 +46,7 @@ def _sums(g, first, t, size, H):
     The first parts are multiples of 2^-9, whose sums are exact. So the difference of two running sums is
     as accurate as a sum of the gates between them, even after strong gates.
     """
-    gates = bounded(load_numbers(g, first, t, size, H))
+    gates = clamp_gate(load_numbers(g, first, t, size, H))
     high = tl.floor(gates * 512.0) / 512.0
     low = gates - high
     return tl.cumsum(high, 0), tl.cumsum(low, 0), tl.sum(high, 0), tl.sum(low, 0)

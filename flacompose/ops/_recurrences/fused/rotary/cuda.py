@@ -67,7 +67,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     if dangle is not None:
         dangle = dangle.squeeze(2) if R == 1 else dangle.sum(2)
     found = {"q": dq, "k": dk, "v": dv, "q_bias": d_q_bias, "k_bias": d_k_bias, "angle": dangle}
-    return call.made(**found, initial_k=d.initial_k, initial_v=d.initial_v)
+    return call.select(**found, initial_k=d.initial_k, initial_v=d.initial_v)
 
 
 class _Launches(Sequences):

@@ -55,7 +55,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     dk = dk + (weights.unsqueeze(-1) * q_.transpose(2, 3).unsqueeze(2)).sum(4)
     dq, dk, dv = without_tail(cu_seqlens, dq, dk, dv)
     H = q.shape[3]
-    return call.made(
+    return call.select(
         q=lambda: dq.unflatten(3, (H, -1)).sum(4),
         k=lambda: dk.unflatten(3, (H, -1)).sum(4),
         v=dv,

@@ -76,7 +76,7 @@ def backward(
         "initial_v": of_values.get("initial_state"),
     }
     nothing = {name: torch.zeros_like(getattr(inputs, name)) for name in call.wanted if made[name] is None}
-    return call.made(**made | nothing)
+    return call.select(**made | nothing)
 
 
 def _keys(inputs: Inputs) -> Pass:

@@ -63,7 +63,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     dg, d_delta = scan.compute_gradients(q, k, v, dy, S, dS, dq, dk, torch.float32, scan.beta)
     assert d_delta is not None
     del S, dS
-    return call.made(
+    return call.select(
         x=None if dx is None else tokens.batched(dx),
         B=scan.summed_of_keys(dk, inputs.B),
         C=scan.summed_of_keys(dq, inputs.C),

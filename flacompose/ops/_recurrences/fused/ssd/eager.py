@@ -66,7 +66,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     d_delta = found["beta"] + found["g"] * rates.masked_fill(decays_to_zero(rates), 0)
     d_free = d_delta.masked_fill((free < limit[0]) | (free > limit[1]), 0)
     (ddt,) = without_tail(cu_seqlens, d_free * raw.sigmoid() if softplus else d_free)
-    return call.made(
+    return call.select(
         x=dx,
         dt=ddt,
         A=lambda: (found["g"] * delta).sum((0, 1)),

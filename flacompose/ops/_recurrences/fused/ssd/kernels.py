@@ -14,7 +14,7 @@ from flacompose.ops._tensors.gates import lowest
 from flacompose.ops._tiles.blocks import (
     DECAYS_TO_ZERO,
     LOWEST_RATE,
-    bounded,
+    clamp_gate,
     find_chunk,
     finite,
     in_float32,
@@ -63,7 +63,7 @@ def ssd_time_step_kernel(
     _, _, delta_ = _time_steps(dt, dt_bias, at, h, mask, in_h, in_float32(least), in_float32(most), SOFTPLUS)
     tl.store(delta + at, delta_, mask=mask)
     A_ = finite(tl.load(A + h, mask=in_h, other=0.0).to(tl.float32))
-    g = tl.where(mask, bounded(delta_ * A_[None, :]), 0.0)
+    g = tl.where(mask, clamp_gate(delta_ * A_[None, :]), 0.0)
     store_sums(g, sums, rest, (row * H + h)[None, :] * C + t[:, None], in_h[None, :])
 
 

@@ -110,7 +110,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     if inputs.softmax and dq is not None:
         dq = slots.softmax_gradient(call.inputs.q, dq)
     du = None if du is None else du.sum(0)
-    return call.made(q=dq, k=dk, v=dv, gk=dgk, gv=dgv, u=du, initial_state=d_initial_state)
+    return call.select(q=dq, k=dk, v=dv, gk=dgk, gv=dgv, u=du, initial_state=d_initial_state)
 
 
 def _with_probabilities(inputs: Inputs) -> Inputs:

@@ -34,15 +34,15 @@ class ChannelDecay(CacheBlock):
         before, u = inputs.u is not None, inputs.u
         gk, gv = (None if g is None else ChannelGates(self.split(g), before) for g in (inputs.gk, inputs.gv))
         self.gk, self.gv = gk, gv
-        decay = self.q.new_ones(1, 1) if gk is None else gk.total.mT
-        self.chunk_decay = decay if gv is None else decay * gv.total  # of the state
+        decay = self.q.new_ones(1, 1) if gk is None else gk.chunk_decay.mT
+        self.chunk_decay = decay if gv is None else decay * gv.chunk_decay  # of the state
         self.u = None if u is None else u.to(chunks.dtype)[:, None, None, None]  # [H, 1, 1, 1, K]
 
-    def states(self, passing: StatePassing) -> tuple[Tensor, ...]:
+    def compute_states(self, passing: StatePassing) -> tuple[Tensor, ...]:
         written = _write(self.k, self.gk).mT @ _write(self.v, self.gv)
         return (self.pass_states(passing, written, self.chunk_decay),)
 
-    def outputs(self, *states: Tensor) -> Tensor:
+    def compute_outputs(self, *states: Tensor) -> Tensor:
         diagonal = _dot(self.q, _times(self.k, self.u))
         of_chunk = _pair_sums(self.q, self.k, diagonal, self.v, None, self.gk, self.gv)
         return self.past(*states) + of_chunk.read
@@ -51,7 +51,7 @@ class ChannelDecay(CacheBlock):
         """The reads of the state before the chunk."""
         return _read(_read(self.q, self.gk) @ S, self.gv)
 
-    def gradients(
+    def compute_gradients(
         self, wants: Wants, do: Tensor, states: tuple[Tensor, ...], backwards: StatePassing
     ) -> dict[str, Tensor]:
         q, k, v, gk, gv, u = self.q, self.k, self.v, self.gk, self.gv, self.u

@@ -40,20 +40,20 @@ from flacompose.ops._recurrences.matrix.gates_of_channels import (
     from_middle,
     has_bounded_means,
     in_local_sum,
-    load_gates,
+    load_clamped_gates,
     middle_sums,
     reads_gate,
     rounded_dot,
+    scaled_gate_size,
     select,
     siblings,
-    size_of_gate,
     size_of_sums,
     tf32_rounded,
 )
 from flacompose.ops._tiles.blocks import (
-    bounded,
     chunk_of_program,
     chunks_of_segment,
+    clamp_gate,
     dot,
     fine_dot,
     in_float32,
@@ -133,7 +133,7 @@ def channel_decay_state_passing_kernel(
         if REVERSE:
             a_ = a_ * scale
         if gk is not None:
-            g = bounded(tl.load(gk + at_k, mask=in_k, other=0.0)).to(gk.dtype.element_ty)
+            g = clamp_gate(tl.load(gk + at_k, mask=in_k, other=0.0)).to(gk.dtype.element_ty)
             to_edge = reads_gate(t[:, None], t[None, :], READ_BEFORE) if REVERSE else t[None, :] > t[:, None]
             a_ = a_ * tl.exp(tl.trans(select(to_edge, tl.trans(g), DOT)))
             total = tl.sum(g.to(tl.float32), 1)
@@ -141,7 +141,7 @@ def channel_decay_state_passing_kernel(
             if sum_gk is not None:
                 gates_k += total
         if gv is not None:
-            g = load_gates(gv, token, hi, h, dv, H, V)
+            g = load_clamped_gates(gv, token, hi, h, dv, H, V)
             to_edge = reads_gate(t[:, None], t[None, :], READ_BEFORE) if REVERSE else t[None, :] > t[:, None]
             x_ = x_ * tl.exp(select(to_edge, g, DOT))
             total = tl.sum(g.to(tl.float32), 0)
@@ -215,7 +215,7 @@ def channel_decay_score_kernel(
         if g is None:
             lower += dot(a_, tl.trans(b_), DOT)
         else:
-            g_ = load_gates(g, token, hi, h, d, H, D)
+            g_ = load_clamped_gates(g, token, hi, h, d, H, D)
             write, read = middle_sums(g_, t, s, READ_BEFORE, DOT)
             if tl.max(size_of_sums(write, read)) < FACTORISABLE_BOUND:
                 lower += fine_dot(a_ * tl.exp(read), tl.trans(b_ * tl.exp(-write)), DOT)
@@ -293,12 +293,12 @@ def channel_decay_plain_axis_kernel(
         if g is None:
             pairs += dot(a_, tl.trans(b_), DOT)
         else:
-            g_ = load_gates(g, token, hi, h, d1, H, D1)
+            g_ = load_clamped_gates(g, token, hi, h, d1, H, D1)
             if FACTORISABLE:
                 write, read = middle_sums(g_, t, s, READ_BEFORE, DOT)
                 sizes = tl.maximum(sizes, size_of_sums(write, read))
                 if FOR_GRADIENT:
-                    sizes = tl.maximum(sizes, size_of_gate(g_, DOT))
+                    sizes = tl.maximum(sizes, scaled_gate_size(g_, DOT))
                 if REVERSE:
                     pairs += fine_dot(a_ * tl.exp(-write), tl.trans(b_ * tl.exp(read)), DOT)
                 else:
@@ -376,7 +376,7 @@ def _other_chunks(
             if P is None:
                 pairs += dot(a_, tl.trans(load_tile(b, token, end, h, d1, H, D1)), DOT)
         if g1 is not None:
-            gate = load_gates(g1, token, end, h, d1, H, D1)
+            gate = load_clamped_gates(g1, token, end, h, d1, H, D1)
         if S is not None:
             if g1 is not None:
                 a_ = a_ * tl.exp(select(reads_gate(t, s, READ_BEFORE), gate, DOT))
@@ -408,7 +408,7 @@ def _factorisable_chunk(
     t = tl.arange(0, C)[:, None]
     s = tl.arange(0, C)[None, :]
     late = t >= C // 2
-    g = load_gates(g2, *tile)
+    g = load_clamped_gates(g2, *tile)
     write_sum, read_sum = middle_sums(g, t, s, READ_BEFORE, DOT)
     if S is not None:
         writer = tf32_rounded(load_tile(x, *tile) * tl.exp(-write_sum), DOT)
@@ -455,7 +455,7 @@ def _chunk_by_levels(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE: tl.conste
     before, after, d_total, _ = sums
     t = tl.arange(0, C)[:, None]
     s = tl.arange(0, C)[None, :]
-    g = load_gates(g2, *tile)
+    g = load_clamped_gates(g2, *tile)
     if S is not None:
         x_ = load_tile(x, *tile)
         before *= tl.exp(select(reads_gate(t, s, READ_BEFORE), g, DOT))
@@ -541,11 +541,11 @@ def channel_decay_gated_axis_kernel(
         if (tl.load(at_mark) != 0) != FACTORISABLE:
             return
     else:
-        g = load_gates(g2, token, hi, h, d2, H, D2)
+        g = load_clamped_gates(g2, token, hi, h, d2, H, D2)
         write_sum, read_sum = middle_sums(g, t, s, READ_BEFORE, DOT)
         is_factorisable = tl.max(size_of_sums(write_sum, read_sum)) < FACTORISABLE_BOUND
         if dg2 is not None:
-            each = tl.max(size_of_gate(g, DOT)) < FACTORISABLE_BOUND
+            each = tl.max(scaled_gate_size(g, DOT)) < FACTORISABLE_BOUND
             if DOT == tl.float32:
                 is_factorisable = is_factorisable & each
             elif is_factorisable and not each:

@@ -31,7 +31,7 @@ class WYFactors(NamedTuple):
 class ChunkDecays(NamedTuple):
     sums: Any = None  # [chunks, HV, C], as in `GateSums`
     rest: Any = None  # [chunks, HV, C]
-    total: Any = None  # [chunks, HV, K], the decay of each chunk by gates of channels
+    chunk_decay: Any = None  # [chunks, HV, K], the decay of each chunk by gates of channels
     # [chunks, HV], the log-norm bound. With it, passes for `ends` skip chunks before which the state has decayed to 0.
     log_norm: Any = None
 
@@ -59,10 +59,10 @@ class ValueVectors(NamedTuple):
 
 
 class StoredPairs(NamedTuple):
-    """The gradients of the products of queries (`of_q`) and of reading keys (`of_k`) with the writing keys."""
+    """The gradients of the products of queries (`d_qk`) and of reading keys (`d_ak`) with the writing keys."""
 
-    pairs: Any  # [chunks, HV, 2, C, C]: `of_q` and `of_k`, without their diagonals
-    diagonal: Any  # [chunks, HV, C]: the diagonal of `of_q`
+    pairs: Any  # [chunks, HV, 2, C, C]: `d_qk` and `d_ak`, without their diagonals
+    diagonal: Any  # [chunks, HV, C]: the diagonal of `d_qk`
 
 
 class KeyGradients(NamedTuple):

@@ -19,15 +19,15 @@ from flacompose.ops._recurrences.matrix.gates_of_channels import (
     from_block_middle,
     in_local_sum,
     in_same_block,
-    load_gates,
+    load_clamped_gates,
     middle_sums,
+    scaled_gate_size,
     select,
     siblings,
-    size_of_gate,
 )
 from flacompose.ops._tiles.blocks import (
-    bounded,
     chunk_of_program,
+    clamp_gate,
     dot_in_parts,
     dot_of_parts,
     fine_dot,
@@ -44,25 +44,25 @@ from flacompose.ops._tiles.blocks import (
 def _factorisable_sums(gk, i, size, d, HV, K: tl.constexpr, DOT: tl.constexpr):
     """The gates of channels `d`, their sums from a chunk's middle, and the size that must be bounded."""
     # Kept in float32 as well: rounding a number and widening it again takes slow instructions.
-    g = bounded(load_tile(gk, i, size, 0, d, HV, K)).to(tl.float32)
+    g = clamp_gate(load_tile(gk, i, size, 0, d, HV, K)).to(tl.float32)
     middle, _ = middle_sums(g.to(gk.dtype.element_ty), i[:, None], i[None, :], False, DOT)
-    return g, middle, tl.maximum(tl.max(tl.abs(middle), 1), tl.max(size_of_gate(g, DOT), 1))
+    return g, middle, tl.maximum(tl.max(tl.abs(middle), 1), tl.max(scaled_gate_size(g, DOT), 1))
 
 
 @triton.jit
 def _factorisable_pairs(
-    g, middle, q, k, a, q_decayed, k_decayed, total, of_q, of_k, i, size, d, H, HV, K: tl.constexpr,
+    g, middle, q, k, a, q_decayed, k_decayed, chunk_decay, qk, ak, i, size, d, H, HV, K: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """`of_q` and `of_k` with the products of channels `d`, the writing keys, and the late half's decay.
+    """`qk` and `ak` with the products of channels `d`, the writing keys, and the late half's decay.
 
-    The decayed queries and reading keys are stored, and so is `total`.
+    The decayed queries and reading keys are stored, and so is `chunk_decay`.
     """
     at_q = i, size, 0, d, H, K
     at_g = i, size, 0, d, HV, K
     early = tl.sum(tl.where(i[:, None] < C // 2, g, 0.0), 0)
     late = tl.sum(tl.where(i[:, None] < C // 2, 0.0, g), 0)
-    tl.store(total + d, tl.exp(early + late), mask=d < K)
+    tl.store(chunk_decay + d, tl.exp(early + late), mask=d < K)
     to_middle = tl.exp(middle)
     from_start = tl.exp(early)[None, :]
     k_ = load_tile(k, *at_q)
@@ -77,9 +77,9 @@ def _factorisable_pairs(
         reader = load_tile(a, *at_q) * to_middle
     store_tile(k_decayed, reader * from_start, *at_g)
     reader_k = in_parts(tl.trans(reader), DOT)
-    of_q = dot_of_parts(writer, reader_q, DOT, of_q)
-    of_k = dot_of_parts(writer, reader_k, DOT, of_k)
-    return of_q, of_k, writer, tl.exp(late)
+    qk = dot_of_parts(writer, reader_q, DOT, qk)
+    ak = dot_of_parts(writer, reader_k, DOT, ak)
+    return qk, ak, writer, tl.exp(late)
 
 
 @triton.jit
@@ -90,8 +90,8 @@ def _pairs(q, k, a, g, s, t, IN_BLOCKS: tl.constexpr, DOT: tl.constexpr):
     With `IN_BLOCKS` one product contains all pairs in blocks of 16 tokens, where gates are factorisable about
     the middle of the block.
     """
-    of_q = tl.where(s == t, tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[:, None], 0.0)
-    of_a = tl.zeros([C, C], dtype=tl.float32)
+    qk = tl.where(s == t, tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[:, None], 0.0)
+    ak = tl.zeros([C, C], dtype=tl.float32)
     first = 0
     if IN_BLOCKS:
         middle = select(from_block_middle(s, t), g, DOT)
@@ -99,17 +99,17 @@ def _pairs(q, k, a, g, s, t, IN_BLOCKS: tl.constexpr, DOT: tl.constexpr):
             to_middle = tl.exp(middle)
             writer = in_parts(k / to_middle, DOT)
             within = in_same_block(s, t)
-            of_q = tl.where(within, dot_in_parts(writer, in_parts(tl.trans(q * to_middle), DOT), DOT), 0.0)
-            of_a = tl.where(within, dot_in_parts(writer, in_parts(tl.trans(a * to_middle), DOT), DOT), 0.0)
+            qk = tl.where(within, dot_in_parts(writer, in_parts(tl.trans(q * to_middle), DOT), DOT), 0.0)
+            ak = tl.where(within, dot_in_parts(writer, in_parts(tl.trans(a * to_middle), DOT), DOT), 0.0)
             first += BLOCK_LEVELS
     for level in range(first, LEVELS):
         weight = tl.exp(select(in_local_sum(s, t, level, False), g, DOT))
         odd = ((s >> level) & 1) == 1
         role = tl.where(odd, q, k) * weight
-        of_q += tl.where(siblings(s, t, level), fine_dot(role, tl.trans(role), DOT), 0.0)
+        qk += tl.where(siblings(s, t, level), fine_dot(role, tl.trans(role), DOT), 0.0)
         role = tl.where(odd, a, k) * weight
-        of_a += tl.where(siblings(s, t, level), fine_dot(role, tl.trans(role), DOT), 0.0)
-    return of_q, of_a
+        ak += tl.where(siblings(s, t, level), fine_dot(role, tl.trans(role), DOT), 0.0)
+    return qk, ak
 
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
@@ -121,7 +121,7 @@ def delta_channel_factor_kernel(
     Y,  # [chunks, HV, C, C], transposed, in float32
     q_decayed,  # [tokens, HV, K]
     k_decayed,  # [tokens, HV, K]
-    total,  # [chunks, HV, K]
+    chunk_decay,  # [chunks, HV, K]
     factorisable_chunks,  # [chunks, HV], whether gates are factorisable
     cu_seqlens,
     T,
@@ -136,7 +136,7 @@ def delta_channel_factor_kernel(
     IN_BLOCKS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Fills `W`, `P`, `q_decayed`, `k_decayed`, `total` and, if given, `Y`.
+    """Fills `W`, `P`, `q_decayed`, `k_decayed`, `chunk_decay` and, if given, `Y`.
 
     It is launched twice: with `FACTORISABLE` for the chunks whose gates are factorisable, which it marks in
     `factorisable_chunks`, and then for the others, because one kernel for both would need twice the registers. On
@@ -168,15 +168,15 @@ def delta_channel_factor_kernel(
     W += first * K
     q_decayed += first * K
     k_decayed += first * K
-    total += rh * K
+    chunk_decay += rh * K
     i = tl.arange(0, C)
     s, t = i[:, None], i[None, :]
     size = size_of_chunk(lo, hi, C)
     # 1. The readers, and the products of pairs of tokens, if this launch computes the chunk. Rows are
     # writing tokens, columns reading tokens. The sums of gates are the same for both, because a token reads
     # after its gate.
-    of_q = tl.zeros([C, C], dtype=tl.float32)
-    of_k = tl.zeros([C, C], dtype=tl.float32)
+    qk = tl.zeros([C, C], dtype=tl.float32)
+    ak = tl.zeros([C, C], dtype=tl.float32)
     writers: tl.tuple = ()
     to_end: tl.tuple = ()
     if FACTORISABLE and KEEP:
@@ -187,8 +187,8 @@ def delta_channel_factor_kernel(
                 # The second launch overwrites all that is stored so far.
                 tl.store(factorisable_chunks + rh, 0)
                 return
-            of_q, of_k, writer, late = _factorisable_pairs(
-                g, middle, q, k, a, q_decayed, k_decayed, total, of_q, of_k, i, size, d, H, HV, K, DOT
+            qk, ak, writer, late = _factorisable_pairs(
+                g, middle, q, k, a, q_decayed, k_decayed, chunk_decay, qk, ak, i, size, d, H, HV, K, DOT
             )
             writers += (in_parts(writer, DOT),)
             to_end += (late,)
@@ -200,8 +200,8 @@ def delta_channel_factor_kernel(
             g, middle, of_block = _factorisable_sums(gk, i, size, d, HV, K, DOT)
             largest = tl.maximum(largest, of_block, propagate_nan=tl.PropagateNan.ALL)
             if tl.max(largest) < FACTORISABLE_BOUND:
-                of_q, of_k, writer, late = _factorisable_pairs(
-                    g, middle, q, k, a, q_decayed, k_decayed, total, of_q, of_k, i, size, d, H, HV, K, DOT
+                qk, ak, writer, late = _factorisable_pairs(
+                    g, middle, q, k, a, q_decayed, k_decayed, chunk_decay, qk, ak, i, size, d, H, HV, K, DOT
                 )
         if not tl.max(largest) < FACTORISABLE_BOUND:
             tl.store(factorisable_chunks + rh, 0)
@@ -211,7 +211,7 @@ def delta_channel_factor_kernel(
             d = d0 + tl.arange(0, BK)
             at_q = i, size, 0, d, H, K
             at_g = i, size, 0, d, HV, K
-            g = bounded(load_tile(gk, *at_g)).to(tl.float32)
+            g = clamp_gate(load_tile(gk, *at_g)).to(tl.float32)
             g_ = g.to(gk.dtype.element_ty)
             q_ = load_tile(q, *at_q)
             k_ = load_tile(k, *at_q)
@@ -221,16 +221,16 @@ def delta_channel_factor_kernel(
             if a is not None:
                 a_ = load_tile(a, *at_q)
             store_tile(k_decayed, a_ * read, *at_g)
-            tl.store(total + d, tl.exp(tl.sum(g, 0)), mask=d < K)
+            tl.store(chunk_decay + d, tl.exp(tl.sum(g, 0)), mask=d < K)
             of_block = _pairs(q_, k_, a_, g_, s, t, IN_BLOCKS, DOT)
-            of_q += of_block[0]
-            of_k += of_block[1]
+            qk += of_block[0]
+            ak += of_block[1]
     if FACTORISABLE:
         tl.store(factorisable_chunks + rh, 1)
     # 2. Y and P.
     beta_i = load_numbers(beta, first, i, size, HV)
-    of_q = tl.where(s <= t, of_q * scale, 0.0)
-    weighted = solve(of_q, of_k, beta_i, P + rh * C * C, None if Y is None else Y + rh * C * C, DOT)
+    qk = tl.where(s <= t, qk * scale, 0.0)
+    weighted = solve(qk, ak, beta_i, P + rh * C * C, None if Y is None else Y + rh * C * C, DOT)
     # 3. W.
     if FACTORISABLE and KEEP:
         for tile in tl.static_range(0, (K + BK - 1) // BK):
@@ -241,5 +241,7 @@ def delta_channel_factor_kernel(
         for d0 in range(0, K, BK):
             d = d0 + tl.arange(0, BK)
             at_g = i, size, 0, d, HV, K
-            written = load_tile(k, i, size, 0, d, H, K) * tl.exp(select(t > s, load_gates(gk, *at_g), DOT))
+            written = load_tile(k, i, size, 0, d, H, K) * tl.exp(
+                select(t > s, load_clamped_gates(gk, *at_g), DOT)
+            )
             store_tile(W, fine_dot(weighted, written, DOT), *at_g)

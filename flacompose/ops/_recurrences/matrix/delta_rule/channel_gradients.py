@@ -8,13 +8,13 @@ state before a chunk, ``dS`` the gradient of the state after it, and ``D[t, s]``
 1`` to `t`, one number for each channel. `delta_channel_product_gradient_kernel` computes the gradients of the
 products of queries and keys, without the factor beta. They are the same for all channels:
 
-    of_q[t, s] = scale * do_t . r_s  for s <= t        of_k[t, s] = -dv_t . r_s  for s < t
+    d_qk[t, s] = scale * do_t . r_s  for s <= t        d_ak[t, s] = -dv_t . r_s  for s < t
 
 `delta_channel_gradient_kernel` multiplies them by the vectors:
 
-    dq_t      = scale * exp(D[t, start]) S do_t + sum over s of beta_s of_q[t, s] exp(D[t, s]) k_s
-    dk_read_t =       - exp(D[t, start]) S dv_t + sum over s of beta_s of_k[t, s] exp(D[t, s]) k_s
-    written_s = exp(D[end, s]) dS r_s + sum over t of exp(D[t, s]) (of_q[t, s] q_t + of_k[t, s] a_t)
+    dq_t      = scale * exp(D[t, start]) S do_t + sum over s of beta_s d_qk[t, s] exp(D[t, s]) k_s
+    dk_read_t =       - exp(D[t, start]) S dv_t + sum over s of beta_s d_ak[t, s] exp(D[t, s]) k_s
+    written_s = exp(D[end, s]) dS r_s + sum over t of exp(D[t, s]) (d_qk[t, s] q_t + d_ak[t, s] a_t)
     da_t      = dk_read_t        dk_s = beta_s written_s        dbeta_s = written_s . k_s
 
 Where `a` is the key, its gradient is the sum of both.
@@ -36,12 +36,12 @@ from flacompose.ops._recurrences.matrix.gates_of_channels import (
     C,
     from_middle,
     in_local_sum,
-    load_gates,
+    load_clamped_gates,
     middle_sums,
     rounded_dot,
+    scaled_gate_size,
     select,
     siblings,
-    size_of_gate,
     size_of_sums,
     tf32_rounded,
 )
@@ -72,7 +72,7 @@ def delta_channel_product_gradient_kernel(
     BV: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """``of_q[t, s] = scale * do_t . r_s`` for ``s <= t``, and ``of_k[t, s] = -dv_t . r_s`` for ``s < t``.
+    """``d_qk[t, s] = scale * do_t . r_s`` for ``s <= t``, and ``d_ak[t, s] = -dv_t . r_s`` for ``s < t``.
 
     They are rounded here for products in TF32.
     """
@@ -86,19 +86,19 @@ def delta_channel_product_gradient_kernel(
     i = tl.arange(0, C)
     t, s = i[:, None], i[None, :]
     size = size_of_chunk(lo, hi, C)
-    of_q = tl.zeros([C, C], dtype=tl.float32)
-    of_k = tl.zeros([C, C], dtype=tl.float32)
+    d_qk = tl.zeros([C, C], dtype=tl.float32)
+    d_ak = tl.zeros([C, C], dtype=tl.float32)
     for v0 in range(0, V, BV):
         d = v0 + tl.arange(0, BV)
         r_ = tl.trans(load_tile(r + first, i, size, 0, d, HV, V))
-        of_q += dot(load_tile(do + first, i, size, 0, d, HV, V), r_, DOT)
-        of_k += dot(load_tile(dv + first, i, size, 0, d, HV, V), r_, DOT)
-    of_q *= scale
+        d_qk += dot(load_tile(do + first, i, size, 0, d, HV, V), r_, DOT)
+        d_ak += dot(load_tile(dv + first, i, size, 0, d, HV, V), r_, DOT)
+    d_qk *= scale
     rh = row * HV + h
-    tl.store(diagonal + rh * C + i, tl.sum(tl.where(s == t, of_q, 0.0), 1))
+    tl.store(diagonal + rh * C + i, tl.sum(tl.where(s == t, d_qk, 0.0), 1))
     pairs += rh * 2 * C * C + t * C + s
-    tl.store(pairs, tf32_rounded(tl.where(s < t, of_q, 0.0), DOT))
-    tl.store(pairs + C * C, tf32_rounded(tl.where(s < t, -of_k, 0.0), DOT))
+    tl.store(pairs, tf32_rounded(tl.where(s < t, d_qk, 0.0), DOT))
+    tl.store(pairs + C * C, tf32_rounded(tl.where(s < t, -d_ak, 0.0), DOT))
 
 
 @triton.jit
@@ -207,11 +207,11 @@ def delta_channel_gradient_kernel(
     dv += first * V
     at_q = i, size, 0, d, H, K
     at_g = i, size, 0, d, HV, K
-    g = load_gates(gk, *at_g)
+    g = load_clamped_gates(gk, *at_g)
     if FACTORISABLE:
         middle, middle_ = middle_sums(g, t, s, False, DOT)
         is_factorisable = (
-            tl.max(tl.maximum(size_of_sums(middle, middle_), size_of_gate(g, DOT))) < FACTORISABLE_BOUND
+            tl.max(tl.maximum(size_of_sums(middle, middle_), scaled_gate_size(g, DOT))) < FACTORISABLE_BOUND
         )
         tl.store(factorisable_tiles, is_factorisable.to(tl.int8))
         if not is_factorisable:
@@ -256,10 +256,10 @@ def delta_channel_gradient_kernel(
     # 2. The reads of queries and keys, through the state before the chunk and through pairs. The pairs also
     # add to the writes of keys.
     for reader in range(2):
-        of_q = reader == 0
-        x = load_tile(q if of_q else key_reader, *at_q)
-        d_reader = of_state(do if of_q else dv, states, size, HV, V, d, K, BV, DOT)
-        d_reader *= (scale if of_q else -1.0) * from_start
+        is_query = reader == 0
+        x = load_tile(q if is_query else key_reader, *at_q)
+        d_reader = of_state(do if is_query else dv, states, size, HV, V, d, K, BV, DOT)
+        d_reader *= (scale if is_query else -1.0) * from_start
         of_pairs = pairs + reader * C * C
         if FACTORISABLE:
             # A pair that a gate does not decay is added to its gradient and subtracted. Both times it is a
@@ -279,7 +279,7 @@ def delta_channel_gradient_kernel(
             d_reader, written, d_gates = by_levels(
                 x, k_beta, g, of_pairs, d_reader, written, d_gates, dgk is not None, False, DOT
             )
-        if of_q:
+        if is_query:
             # No gate decays the pair of a token with itself. It is added last, here and below, since it would
             # drown the others in the gate's gradient.
             k_beta = load_tile(k, *at_q) * beta_t

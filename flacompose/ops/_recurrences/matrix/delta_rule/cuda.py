@@ -67,7 +67,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         del passing
         S = None  # gives its memory back to the sums that follow
         made = launch_gradients.of_heads(x, *of_heads, wants)
-        return call.made(**made, v=tokens.batched(r), initial_state=d_initial_state)
+        return call.select(**made, v=tokens.batched(r), initial_state=d_initial_state)
     if reverses:
         dS = tokens.per_chunk_state() if by_states else None
         dv = state_passing.place_of_dv(passing, alone=not at_once)
@@ -85,4 +85,4 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         made |= launch_gradients.compute_gradients(x, plan, gates, values, S, dS, wants("g", "gk"))
     if inputs.gk is not None and wants("g"):
         made["g"] = made["gk"].sum(-1)
-    return call.made(**made, initial_state=d_initial_state)
+    return call.select(**made, initial_state=d_initial_state)

@@ -56,23 +56,25 @@ class DeltaRule(CacheBlock):
         self.Y = inverse(self.beta * self.A)
         self.a_read, self.k_write = self.a * self.gates_of_a.read, self.write(self.k)
 
-    def states(self, passing: StatePassing) -> tuple[Tensor, ...]:
+    def compute_states(self, passing: StatePassing) -> tuple[Tensor, ...]:
         """The state before each chunk, and the updates ``u`` of the tokens."""
         system = self.Y, self.beta * self.v, -self.beta * self.a_read, self.k_write
-        return self.solve_states(passing, None, self.gates.total.mT, *system)
+        return self.solve_states(passing, None, self.gates.chunk_decay.mT, *system)
 
-    def outputs(self, *states: Tensor) -> Tensor:
+    def compute_outputs(self, *states: Tensor) -> Tensor:
         S, u = states
         return self.read(self.q) @ S + self.P @ u
 
-    def gradients(
+    def compute_gradients(
         self, wants: Wants, do: Tensor, states: tuple[Tensor, ...], backwards: StatePassing
     ) -> dict[str, Tensor]:
         made, gates, inputs = {}, self.gates, self.inputs
         if wants("k", "a", "v", "beta", "initial_state", *GATES):
             # `solved` is ``Y^T du``.
             system = self.Y.mT, self.P.mT @ do, self.k_write, -self.beta * self.a_read
-            dS, solved = self.solve_states(backwards, self.read(self.q).mT @ do, gates.total.mT, *system)
+            dS, solved = self.solve_states(
+                backwards, self.read(self.q).mT @ do, gates.chunk_decay.mT, *system
+            )
             dv = self.beta * solved
         if wants("v"):
             made["v"] = dv
@@ -83,26 +85,26 @@ class DeltaRule(CacheBlock):
         # Two reads of the state: by queries, with the gradient do, and by `a`, before the keys write, with -dv.
         if wants("q", "k", "a", *GATES):
             dq_read = self.read(do @ S.mT)
-            of_q = gates.pair_gradient(self.q, self.k, self.P, (do @ u.mT).tril())
+            d_qk = gates.pair_gradient(self.q, self.k, self.P, (do @ u.mT).tril())
         if wants("k", "a", *GATES):
             da_read, dk_write = -dv @ S.mT * self.gates_of_a.read, self.write(u @ dS.mT)
-            of_a = self.gates_of_a.pair_gradient(self.a, self.k, self.A, (-dv @ u.mT).tril(-1))
+            d_ak = self.gates_of_a.pair_gradient(self.a, self.k, self.A, (-dv @ u.mT).tril(-1))
         if wants(*GATES):
             reads, reads_of_a, writes = self.q * dq_read, self.a * da_read, self.k * dk_write
-            total = gates.total * (S * dS).sum(-1).unsqueeze(-2)
+            d_decay = gates.chunk_decay * (S * dS).sum(-1).unsqueeze(-2)
             if self.gates_of_a is gates:
-                exponents = pytree.tree_map(torch.add, of_q.exponents, of_a.exponents)
-                dg = gates.gradient(exponents, reads + reads_of_a, writes, total)
+                exponents = pytree.tree_map(torch.add, d_qk.exponents, d_ak.exponents)
+                dg = gates.gradient(exponents, reads + reads_of_a, writes, d_decay)
             else:
-                zeros = torch.zeros_like(writes), torch.zeros_like(total)
-                dg = gates.gradient(of_q.exponents, reads, writes, total)
-                dg = dg + self.gates_of_a.gradient(of_a.exponents, reads_of_a, *zeros)
+                zeros = torch.zeros_like(writes), torch.zeros_like(d_decay)
+                dg = gates.gradient(d_qk.exponents, reads, writes, d_decay)
+                dg = dg + self.gates_of_a.gradient(d_ak.exponents, reads_of_a, *zeros)
             made |= {name: dg if name == "gk" else dg.sum(-1, True) for name in GATES if wants(name)}
         if wants("q"):
-            made["q"] = self.of_group(dq_read + of_q.a) * inputs.scale
+            made["q"] = self.of_group(dq_read + d_qk.a) * inputs.scale
         if wants("k"):
-            dk = da_read + dk_write + of_q.b + of_a.a if inputs.a is None else dk_write + of_q.b
-            made["k"] = self.of_group(dk + of_a.b)
+            dk = da_read + dk_write + d_qk.b + d_ak.a if inputs.a is None else dk_write + d_qk.b
+            made["k"] = self.of_group(dk + d_ak.b)
         if wants("a"):
-            made["a"] = self.of_group(da_read + of_a.a)
+            made["a"] = self.of_group(da_read + d_ak.a)
         return made

@@ -12,17 +12,17 @@ before it.) So the outputs and the update of the state are linear in ``e``:
 `delta_factor_kernel` computes these WY factors for all chunks at once. State passing then takes two dependent
 products a chunk. `delta_state_passing_kernel` passes the state from chunk to chunk, in registers:
 
-    e = v - k_read S          o = scale * q_read S + P e          S <- total S + W^T e
+    e = v - k_read S          o = scale * q_read S + P e          S <- decay S + W^T e
 
 `delta_backward_state_passing_kernel` goes backwards in time, dS being the gradient of the state after a chunk:
 
-    dv = P^T do + W dS        dS <- total dS + scale * q_read^T do - k_read^T dv
+    dv = P^T do + W dS        dS <- decay dS + scale * q_read^T do - k_read^T dv
 
 In the low-rank recurrence other keys `b` write the values that the reading keys have read. It has WY factors
 of its own and the same kernels of state passing, which then compute
 
-    u = k_read S            o = scale * q_read S + P v            S <- total S + b^T u + W^T v
-    dv = P^T do + W dS      du = b dS                             dS <- total dS + scale * q_read^T do + k_read^T du
+    u = k_read S            o = scale * q_read S + P v            S <- decay S + b^T u + W^T v
+    dv = P^T do + W dS      du = b dS                             dS <- decay dS + scale * q_read^T do + k_read^T du
 
 and, instead of r, the sum ``u + Y v``.
 
@@ -119,20 +119,20 @@ def inverse(upper, DOT: tl.constexpr):
 
 
 @triton.jit
-def solve(of_q, of_k, beta, P, Y, DOT: tl.constexpr):
+def solve(qk, ak, beta, P, Y, DOT: tl.constexpr):
     """Solves a chunk's triangular system: fills `P` and, if given, `Y`; returns ``(diag(beta) Y)^T``.
 
-    ``of_q[s, t]`` and ``of_k[s, t]`` are the products of the key of token s with the query and the reading
+    ``qk[s, t]`` and ``ak[s, t]`` are the products of the key of token s with the query and the reading
     key of token t.
     """
-    C: tl.constexpr = of_k.shape[0]
+    C: tl.constexpr = ak.shape[0]
     at = tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
-    of_q = in_parts(of_q, DOT)
-    solved = inverse(of_k * beta[:, None], DOT)
+    qk = in_parts(qk, DOT)
+    solved = inverse(ak * beta[:, None], DOT)
     if Y is not None:
         tl.store(Y + at, solved)
     solved *= beta[None, :]
-    tl.store(P + at, dot_of_parts(solved, of_q, DOT).to(P.dtype.element_ty))
+    tl.store(P + at, dot_of_parts(solved, qk, DOT).to(P.dtype.element_ty))
     return solved
 
 
@@ -174,39 +174,39 @@ def delta_factor_kernel(
     beta_i = load_numbers(beta, first, i, size, HV)
     # 1. The products of pairs of tokens, decayed by the gates between them. Rows are writing tokens, columns
     # reading tokens.
-    of_q = tl.zeros([C, C], dtype=tl.float32)
-    of_k = tl.zeros([C, C], dtype=tl.float32)
-    of_itself = tl.zeros([C], dtype=tl.float32)
+    qk = tl.zeros([C, C], dtype=tl.float32)
+    ak = tl.zeros([C, C], dtype=tl.float32)
+    k_squared = tl.zeros([C], dtype=tl.float32)
     for d0 in range(0, K, BK):
         d = d0 + tl.arange(0, BK)
         q_ = load_tile(q + of_keys, i, size, 0, d, H, K)
         k_ = load_tile(k + of_keys, i, size, 0, d, H, K)
-        of_q += dot(k_, tl.trans(q_), DOT)
+        qk += dot(k_, tl.trans(q_), DOT)
         a_ = k_ if a is None else load_tile(a + of_keys, i, size, 0, d, H, K)
-        of_k += dot(k_, tl.trans(a_), DOT)
+        ak += dot(k_, tl.trans(a_), DOT)
         if log_norm is not None:
-            # Not the diagonal of `of_k`: Triton 3.6 does not compile its sum for Blackwell.
-            of_itself += tl.sum(k_.to(tl.float32) * k_.to(tl.float32), 1)
-    of_q = tl.where(s <= t, of_q * scale, 0.0)
+            # Not the diagonal of `ak`: Triton 3.6 does not compile its sum for Blackwell.
+            k_squared += tl.sum(k_.to(tl.float32) * k_.to(tl.float32), 1)
+    qk = tl.where(s <= t, qk * scale, 0.0)
     sums, rest = gates
     if sums is not None:
         sums += rh * C
         if rest is not None:
             rest += rh * C
         between = decayed_pairs(sums, rest, C)
-        of_q *= between
+        qk *= between
         if READ_BEFORE:
             between = decayed_pairs_before(sums, rest, C, 1)
-        of_k *= between
+        ak *= between
     if log_norm is not None:
         # A token multiplies a state by exp(g) (I - beta k k^T), whose norm is exp(g) max(1, |1 - beta k . k|).
-        along_key = tl.abs(1.0 - beta_i * of_itself)
+        along_key = tl.abs(1.0 - beta_i * k_squared)
         total = tl.load(sums + C - 1)
         if rest is not None:
             total += tl.load(rest + C - 1)
         tl.store(log_norm + rh, total + tl.sum(tl.log2(tl.maximum(along_key, 1.0)), 0))
     # 2. Y and P.
-    weighted = solve(of_q, of_k, beta_i, P + rh * C * C, None if Y is None else Y + rh * C * C, DOT)
+    weighted = solve(qk, ak, beta_i, P + rh * C * C, None if Y is None else Y + rh * C * C, DOT)
     if sums is not None:
         from_start, to_end, of_chunk = decayed_rows(sums, rest, C)
         weighted *= to_end[None, :]
@@ -427,7 +427,7 @@ def delta_state_passing_kernel(
     a tuple with one tile for each `BK` keys.
     """
     q_read, k_read, W, b, P, Y = factors
-    sums, rest, total, log_norm = decays
+    sums, rest, chunk_decay, log_norm = decays
     initial, states, ends, final = passed
     scale = in_float32(scale)
     tile, h, ns = split_program(tl.cdiv(V, BV), HV)
@@ -496,8 +496,8 @@ def delta_state_passing_kernel(
             S_ = before[part]
             if sums is not None:
                 S_ *= of_chunk
-            if total is not None:
-                S_ *= tl.load(total + rh * K + dk, mask=dk < K, other=0.0)[None, :]
+            if chunk_decay is not None:
+                S_ *= tl.load(chunk_decay + rh * K + dk, mask=dk < K, other=0.0)[None, :]
             W_ = None if v is None and b is not None else load_tile(W + first * K, i, size, 0, dk, HV, K)
             if b is None:
                 S_ = split_dot(e, W_, DOT, S_)
@@ -542,7 +542,7 @@ def delta_backward_state_passing_kernel(
     `WARM_STARTS` is as in `delta_state_passing_kernel`.
     """
     q_read, k_read, W, b, P, _ = factors
-    sums, rest, total, log_norm = decays
+    sums, rest, chunk_decay, log_norm = decays
     d_final, d_states, ends, d_initial = passed
     scale = in_float32(scale)
     tile, h, ns = split_program(tl.cdiv(V, BV), HV)
@@ -605,8 +605,8 @@ def delta_backward_state_passing_kernel(
             dS_ = after[part]
             if sums is not None:
                 dS_ *= of_chunk
-            if total is not None:
-                dS_ *= tl.load(total + rh * K + dk, mask=dk < K, other=0.0)[None, :]
+            if chunk_decay is not None:
+                dS_ *= tl.load(chunk_decay + rh * K + dk, mask=dk < K, other=0.0)[None, :]
             dS_ += dot(do_, load_tile(q_read + at_k, i, size, 0, dk, HK, K), DOT)
             dS += (split_dot(dv_, load_tile(k_read + at_k, i, size, 0, dk, HK, K), DOT, dS_),)
         P_ = tl.load(P + (row0 + tl.maximum(chunk - 1, 0)) * HV * C * C)

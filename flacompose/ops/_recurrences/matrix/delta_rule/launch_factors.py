@@ -21,10 +21,10 @@ from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay
 
 
 class CallGates(NamedTuple):
-    """The gates of chunks, if there are any. The kernels of the factors fill `total` and `factorisable_chunks`."""
+    """The gates of chunks, if there are any. Kernels of factors fill `chunk_decay` and `factorisable_chunks`."""
 
     sums: GateSums = GateSums()  # of gates of heads
-    total: Tensor | None = None  # the decay of each chunk by gates of channels
+    chunk_decay: Tensor | None = None  # the decay of each chunk by gates of channels
     factorisable_chunks: Tensor | None = None  # by gates of channels
 
 
@@ -33,7 +33,7 @@ def compute_gates(x: CallOperands, g: Tensor | None) -> CallGates:
     tokens = x.tokens
     if x.gk is not None:
         marks = tokens.per_chunk(tokens.H, dtype=torch.int8)
-        return CallGates(total=tokens.per_chunk(tokens.H, tokens.K), factorisable_chunks=marks)
+        return CallGates(chunk_decay=tokens.per_chunk(tokens.H, tokens.K), factorisable_chunks=marks)
     return CallGates() if g is None else CallGates(GateSums(*head_decay.sum_gates(tokens, operand(g), None)))
 
 
@@ -57,9 +57,9 @@ def compute_factors(x: CallOperands, plan: Plan, gates: CallGates, with_r: bool 
         arguments |= {"gates": gates.sums, "log_norm": log_norm, "READ_BEFORE": x.read_before}
     else:
         q_read, k_read = scratch(tokens, K), scratch(tokens, K)
-        arguments |= {"gk": x.gk, "q_decayed": q_read, "k_decayed": k_read, "total": gates.total}
+        arguments |= {"gk": x.gk, "q_decayed": q_read, "k_decayed": k_read, "chunk_decay": gates.chunk_decay}
         arguments["factorisable_chunks"] = gates.factorisable_chunks
     launch_steps(plan.factors, tokens.chunks * HV, tokens, H=x.q.shape[2], **arguments)
     factors = WYFactors(q_read, k_read, W, None, P, Y)
-    decays = ChunkDecays(*gates.sums, gates.total, log_norm)
+    decays = ChunkDecays(*gates.sums, gates.chunk_decay, log_norm)
     return PassOperands(tokens, plan.passing, x.v, x.v_token, x.initial, factors, decays, beta, x.read_before)

@@ -96,7 +96,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         assert S is not None and dS is not None
         dtype = torch.float32 if g is None or wants("g_gamma") else g.dtype
         dg, dbeta = launches.compute_gradients(q, k, v, do, S, dS, dq, dk, dtype, call.wanted_input("beta"))
-    return call.made(
+    return call.select(
         q=launches.summed_of_keys(dq, inputs.q),
         k=launches.summed_of_keys(dk, inputs.k),
         v=None if dv is None else tokens.batched(dv),

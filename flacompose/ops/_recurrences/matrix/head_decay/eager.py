@@ -33,13 +33,13 @@ class HeadDecay(CacheBlock):
         self.beta = None if beta is None else self.split(beta.unsqueeze(-1))
         self.w = self.v if self.beta is None else self.v * self.beta
 
-    def states(self, passing: StatePassing) -> tuple[Tensor, ...]:
-        return (self.pass_states(passing, self.write(self.k).mT @ self.w, self.gates.total),)
+    def compute_states(self, passing: StatePassing) -> tuple[Tensor, ...]:
+        return (self.pass_states(passing, self.write(self.k).mT @ self.w, self.gates.chunk_decay),)
 
-    def outputs(self, *states: Tensor) -> Tensor:
+    def compute_outputs(self, *states: Tensor) -> Tensor:
         return self.read(self.q) @ states[0] + self.gates.pairs(self.q, self.k) @ self.w
 
-    def gradients(
+    def compute_gradients(
         self, wants: Wants, do: Tensor, states: tuple[Tensor, ...], backwards: StatePassing
     ) -> dict[str, Tensor]:
         made = {}
@@ -48,7 +48,7 @@ class HeadDecay(CacheBlock):
             (S,) = states
             dq = self.read(do @ S.mT)
         if wants("k", "v", "beta", "initial_state", *GATES):
-            dS = self.pass_states(backwards, self.read(self.q).mT @ do, self.gates.total)
+            dS = self.pass_states(backwards, self.read(self.q).mT @ do, self.gates.chunk_decay)
         if wants("k", *GATES):
             dk = self.write(self.w @ dS.mT)
         # Within a chunk, and the sum of both.
@@ -57,7 +57,7 @@ class HeadDecay(CacheBlock):
         if wants("q", "k", *GATES):
             dP = (do @ self.w.mT).tril()
         if wants(*GATES):
-            d_total = self.gates.total * (S * dS).sum((-2, -1), keepdim=True)
+            d_total = self.gates.chunk_decay * (S * dS).sum((-2, -1), keepdim=True)
             made = dict.fromkeys(GATES, self.gates.gradient(dP * P, self.q * dq, self.k * dk, d_total))
         if wants("v", "beta"):
             dw = P.mT @ do + self.write(self.k) @ dS

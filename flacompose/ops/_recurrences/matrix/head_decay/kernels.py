@@ -20,7 +20,7 @@ import triton.language as tl
 
 from flacompose.ops._recurrences.matrix.gates_of_heads import LOG2_E
 from flacompose.ops._tiles.blocks import (
-    bounded,
+    clamp_gate,
     dot,
     dot_split,
     find_segment,
@@ -202,7 +202,7 @@ def head_decay_state_passing_kernel(
 
     t = tl.arange(0, C)
     if gamma is not None:
-        rate = bounded(tl.load(gamma + h).to(tl.float32)) * LOG2_E
+        rate = clamp_gate(tl.load(gamma + h).to(tl.float32)) * LOG2_E
         between = tl.exp2(rate * tl.abs(t[None, :] - t[:, None]))
     # With more than 128 keys per program there are too few registers for the next chunk's sums of gates.
     AHEAD: tl.constexpr = PARTS <= 2

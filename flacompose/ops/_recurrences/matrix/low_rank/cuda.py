@@ -78,7 +78,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     dv = tokens.per_token(tokens.H, tokens.V, dtype=tokens.dtype)
     if not wants_vectors:
         state_passing.backwards(factors, do, d_final_state, dv=dv, d_initial=d_initial_state)
-        return call.made(v=tokens.batched(dv), initial_state=d_initial_state)
+        return call.select(v=tokens.batched(dv), initial_state=d_initial_state)
     u, du = scratch(tokens, tokens.V), scratch(tokens, tokens.V)
     S, dS = tokens.per_chunk_state(), tokens.per_chunk_state()
     backwards = {"dv": dv, "du": du, "d_states": dS, "d_initial": d_initial_state}
@@ -89,7 +89,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         state_passing.backwards(factors, do, d_final_state, **backwards)
     del factors  # which only state passing needs
     gradients = launches.compute_gradients(do, u, du, S, dS, gates=call.wants("gk"))
-    return call.made(**gradients, v=tokens.batched(dv), initial_state=d_initial_state)
+    return call.select(**gradients, v=tokens.batched(dv), initial_state=d_initial_state)
 
 
 class _Launches:
@@ -147,7 +147,7 @@ class _Launches:
         )
         passing, (v, v_token) = plan_state_passing(tokens, low_rank=True), self.v_by_token
         wy = WYFactors(factors.Q, factors.W_a, factors.W, factors.b_write, P, products.M)
-        return PassOperands(tokens, passing, v, v_token, self.initial, wy, ChunkDecays(total=decay))
+        return PassOperands(tokens, passing, v, v_token, self.initial, wy, ChunkDecays(chunk_decay=decay))
 
     def compute_gradients(
         self, do: Tensor, u: Tensor, du: Tensor, S: Tensor, dS: Tensor, gates: bool

@@ -47,23 +47,23 @@ class LowRank(CacheBlock):
     def read_a(self, x: Tensor) -> Tensor:
         return x * self.gates_of_a.read
 
-    def states(self, passing: StatePassing) -> tuple[Tensor, ...]:
+    def compute_states(self, passing: StatePassing) -> tuple[Tensor, ...]:
         """The state before each chunk, and ``u``, the reads by `a`, which `b` writes."""
         system = self.M, self.A_ak @ self.v, self.a_read, self.b_write
-        return self.solve_states(passing, self.k_write.mT @ self.v, self.gates.total.mT, *system)
+        return self.solve_states(passing, self.k_write.mT @ self.v, self.gates.chunk_decay.mT, *system)
 
-    def outputs(self, *states: Tensor) -> Tensor:
+    def compute_outputs(self, *states: Tensor) -> Tensor:
         S, u = states
         return self.read(self.q) @ S + self.A_qb @ u + self.A_qk @ self.v
 
-    def gradients(
+    def compute_gradients(
         self, wants: Wants, do: Tensor, states: tuple[Tensor, ...], backwards: StatePassing
     ) -> dict[str, Tensor]:
         made, gates = {}, self.gates
         if wants("a", "k", "v", "b", "gk", "initial_state"):
             # ``z`` is the gradient of ``a_read S + A_ak v``.
             system = self.M.mT, self.A_qb.mT @ do, self.b_write, self.a_read
-            dS, z = self.solve_states(backwards, self.read(self.q).mT @ do, gates.total.mT, *system)
+            dS, z = self.solve_states(backwards, self.read(self.q).mT @ do, gates.chunk_decay.mT, *system)
         if wants("v"):
             made["v"] = self.A_qk.mT @ do + self.A_ak.mT @ z + self.k_write @ dS
         if not states:
@@ -88,7 +88,7 @@ class LowRank(CacheBlock):
                 pytree.tree_map(torch.add, x.exponents, y.exponents)
                 for x, y in ((through_qb, through_qk), (through_ab, through_ak))
             )
-            d_total = gates.total * (S * dS).sum(-1).unsqueeze(-2)
+            d_total = gates.chunk_decay * (S * dS).sum(-1).unsqueeze(-2)
             writes, reads_of_a = self.b * db_write + self.k * dk_write, self.a * da_read
             zeros = torch.zeros_like(writes), torch.zeros_like(d_total)
             made["gk"] = gates.gradient(exponents_q, self.q * dq_read, writes, d_total)

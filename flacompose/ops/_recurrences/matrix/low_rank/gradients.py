@@ -44,7 +44,7 @@ from flacompose.ops._recurrences.matrix.delta_rule.channel_gradients import by_l
 from flacompose.ops._recurrences.matrix.gates_of_channels import (
     C,
     from_middle,
-    load_gates,
+    load_clamped_gates,
     reads_gate,
     select,
 )
@@ -214,7 +214,7 @@ def low_rank_write_gradient_kernel(
             d2 = v0 + tl.arange(0, BV)
             S = load_state(states + rh * K * V, d, d2, K, V).to(tl.float32)
             d_total += tl.sum(S * load_state(d_states, d, d2, K, V), 0)
-        d_total *= tl.exp(tl.sum(load_gates(gk + first, *at).to(tl.float32), 0))
+        d_total *= tl.exp(tl.sum(load_clamped_gates(gk + first, *at).to(tl.float32), 0))
     # 2. The writes of `b` and keys, through the state after the chunk, and then through pairs.
     if FACTORISABLE:
         early_row = t == C // 2 - 1
@@ -238,7 +238,7 @@ def low_rank_write_gradient_kernel(
         db_ *= tl.exp(-sums)
         dk_ *= tl.exp(-sums)
     else:
-        gk_ = load_gates(gk + first, *at)
+        gk_ = load_clamped_gates(gk + first, *at)
         to_end = tl.exp(select(s > t, gk_, DOT))
         db_, dk_ = _state_dots(u + first_v, v + first_v, d_states, size, H, V, d, K, BV, DOT)
         db_ *= to_end
@@ -348,7 +348,7 @@ def low_rank_read_gradient_kernel(
         dq_ *= tl.exp(sums)
         da_ *= tl.exp(sums_of_reads(gk_, sums, True, READ_BEFORE))
     else:
-        gk_ = load_gates(gk + first, *at)
+        gk_ = load_clamped_gates(gk + first, *at)
         q_ = load_tile(q + first, *at).to(tl.float32)
         a_ = load_tile(a + first, *at).to(tl.float32)
         dq_ *= tl.exp(select(s <= t, gk_, DOT))

@@ -33,10 +33,10 @@ from flacompose.ops._recurrences.matrix.gates_of_channels import (
     C,
     exact_pairs,
     from_middle,
-    load_gates,
+    load_clamped_gates,
     reads_gate,
+    scaled_gate_size,
     select,
-    size_of_gate,
 )
 from flacompose.ops._tiles.blocks import (
     chunk_of_program,
@@ -85,7 +85,7 @@ def load_sums(gk, i, size, d, H, K: tl.constexpr, DOT: tl.constexpr):
         gk_ = tl.zeros([C, d.shape[0]], dtype=tl.float32)
         sums = gk_
     else:
-        gk_ = load_gates(gk, i, size, 0, d, H, K)
+        gk_ = load_clamped_gates(gk, i, size, 0, d, H, K)
         sums = select(from_middle(i[:, None], i[None, :]), gk_, DOT)
     return gk_, sums
 
@@ -291,7 +291,7 @@ def low_rank_factor_kernel(
                 # `low_rank_product_kernel` has found the sums, also those to reads by `a`, below the bound. For the
                 # gradient each gate must be, too.
                 is_factorisable = (
-                    tl.max(tl.maximum(tl.abs(sums), size_of_gate(gk_, DOT))) < FACTORISABLE_BOUND
+                    tl.max(tl.maximum(tl.abs(sums), scaled_gate_size(gk_, DOT))) < FACTORISABLE_BOUND
                 )
                 tl.store(factorisable_tiles + rh * tiles + tile, is_factorisable.to(tl.int8))
     else:

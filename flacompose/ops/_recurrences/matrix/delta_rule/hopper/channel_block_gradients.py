@@ -21,14 +21,14 @@ from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_chunk_gradient
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.gates import (
     BLOCKS,
     FACTORISABLE_IN_CHUNK,
-    TABLE,
+    TABLE_LAYOUT,
     decay_of,
     decayed,
     from_block_middle,
     load_gates,
+    load_row,
     per_block,
-    row_of,
-    size_of_gate,
+    scaled_gate_size,
     sums_of_halves,
     table,
     with_row,
@@ -41,18 +41,18 @@ from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import (
 )
 from flacompose.ops._recurrences.matrix.gates_of_channels import BLOCK, FACTORISABLE_BOUND, C
 from flacompose.ops._tiles.hopper import (
-    arrived,
     barrier,
     copy,
     make_visible,
     reinterpret,
-    rows_of,
-    selected,
+    row_layout,
+    select,
     store,
     store_parts,
     store_three_parts,
     sum_of_parts,
     tile_of_program,
+    wait_for_copies,
 )
 
 tf32_rounded = gluon.jit(gates_of_channels.tf32_rounded.fn)
@@ -62,18 +62,18 @@ tf32_rounded = gluon.jit(gates_of_channels.tf32_rounded.fn)
 # end is not later than its beginning. The last two are from the chunk's start to the middle, and from there to
 # the chunk's end.
 TO_BLOCK = gl.constexpr(2)  # added to 1, 2 or 3
-FROM_START = gl.constexpr(6)
-TO_END = gl.constexpr(7)
-KINDS = gl.constexpr(8)
+GRADIENT_FROM_START = gl.constexpr(6)
+GRADIENT_TO_END = gl.constexpr(7)
+GRADIENT_KINDS = gl.constexpr(8)
 
 
 @gluon.constexpr_function
 def _is_decayed_by(half, kind, block):
     """Whether the gates of a half block, 0 to 7, belong to the decay of this `kind` of `block`."""
     middle = 2 * block + 1
-    if kind == FROM_START.value:
+    if kind == GRADIENT_FROM_START.value:
         return int(half < middle)
-    if kind == TO_END.value:
+    if kind == GRADIENT_TO_END.value:
         return int(half >= middle)
     if kind <= TO_BLOCK.value:
         return int(2 * kind + 1 <= half < middle)
@@ -89,7 +89,7 @@ def _store_roots(roots_s, halves_s):
     exp(-87). So of vectors and gradients of size 1, it may not hold the gradients of pairs of tokens that
     gates weaken to less than exp(-42). That shows only in a tensor whose gradients are all as weak.
     """
-    roots_s.store(decay_of(0.5 * sums_of_halves(halves_s, _is_decayed_by, KINDS)))
+    roots_s.store(decay_of(0.5 * sums_of_halves(halves_s, _is_decayed_by, GRADIENT_KINDS)))
 
 
 @gluon.jit
@@ -104,10 +104,10 @@ def _store_gradients_of_halves(halves_s, sums_s, d_total):
     rows = gl.zeros([2 * BLOCKS, D], gl.float32, L)
     for half in gl.static_range(2 * BLOCKS):
         gradient = d_total
-        for kind in gl.static_range(KINDS):
+        for kind in gl.static_range(GRADIENT_KINDS):
             for block in gl.static_range(BLOCKS):
-                if (kind <= TO_BLOCK or kind >= FROM_START) and _is_decayed_by(half, kind, block):
-                    gradient += row_of(sums_s, kind * BLOCKS + block, L)
+                if (kind <= TO_BLOCK or kind >= GRADIENT_FROM_START) and _is_decayed_by(half, kind, block):
+                    gradient += load_row(sums_s, kind * BLOCKS + block, L)
         rows = with_row(rows, half, gradient)
     halves_s.store(rows)
 
@@ -236,25 +236,25 @@ def hopper_channel_block_gradient_kernel(
         gl.store(factorisable_tiles, 1)
         return
     first = lo * HV + h
-    of_gates = first * K + tile * BK
+    first_gate = first * K + tile * BK
     of_keys = (lo * H + h // (HV // H)) * K + tile * BK
     at_state = (rh * K + tile * BK) * V
     L: gl.constexpr = products(BK)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, L)
-    ROWS: gl.constexpr = rows_of(BK, gl.num_warps())
-    ROWS_OF_V: gl.constexpr = rows_of(V, gl.num_warps())
+    ROW_LAYOUT: gl.constexpr = row_layout(BK, gl.num_warps())
+    V_ROW_LAYOUT: gl.constexpr = row_layout(V, gl.num_warps())
     OF_V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16)
     OF_K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], gl.bfloat16)
     GATES: gl.constexpr = dgk is not None
     key_reader = k
     if a is not None:
         key_reader = a
-    g = load_gates(gk + of_gates, HV * K, size, ROWS, C, BK)
+    g = load_gates(gk + first_gate, HV * K, size, ROW_LAYOUT, C, BK)
     # `x_s` first holds the gradient of the state, and then queries and keys as they arrive. The sums of
     # gradients replace the writing keys, which are read again at the end. After the readers have been used,
     # the second part of `x_s` holds their gradient, and then the third part of the gradient of gates.
-    sums_s = gl.allocate_shared_memory(gl.float32, [KINDS, BLOCKS, BK], TABLE)
-    roots_s = gl.allocate_shared_memory(gl.float32, [KINDS, BLOCKS, BK], TABLE)
+    sums_s = gl.allocate_shared_memory(gl.float32, [GRADIENT_KINDS, BLOCKS, BK], TABLE_LAYOUT)
+    roots_s = gl.allocate_shared_memory(gl.float32, [GRADIENT_KINDS, BLOCKS, BK], TABLE_LAYOUT)
     x_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
     of_values_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, V], OF_V)  # `do` and `dv`
     writer_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
@@ -277,38 +277,38 @@ def hopper_channel_block_gradient_kernel(
     # 1. The sums of gates from each block's middle, and whether they are factorisable. A gate of -inf makes
     # NaNs of sums, which a maximum ignores: only its own size leaves the tile to Triton's kernel.
     PARTS: gl.constexpr = 2 if g.dtype == gl.float32 else 1
-    largest = gl.max(gl.max(size_of_gate(g.to(gl.float32), gl.bfloat16), 1), 0)
+    largest = gl.max(gl.max(scaled_gate_size(g.to(gl.float32), gl.bfloat16), 1), 0)
     store_parts(writer_s, g.to(gl.float32), PARTS)
     make_visible()
-    middle = selected(from_block_middle(t[:, None], s), writer_s, zeros, PARTS)
+    middle = select(from_block_middle(t[:, None], s), writer_s, zeros, PARTS)
     largest = gl.maximum(gl.max(gl.max(gl.abs(middle), 1), 0), largest)
     is_factorisable = largest < FACTORISABLE_BOUND
     gl.store(factorisable_tiles, is_factorisable.to(gl.int8))
-    arrived(0)
+    wait_for_copies(0)
     if not is_factorisable:
         at = pairs + rh * 2 * C * C + t[:, None] * C + s
-        of_q, on_diagonal = _pairs(of_values_s.index(0), r_s, scale, L)
+        d_qk, on_diagonal = _pairs(of_values_s.index(0), r_s, scale, L)
         gl.store(diagonal + rh * C + t, on_diagonal)
-        gl.store(at, tf32_rounded(gl.where(s < t[:, None], of_q, 0.0), gl.bfloat16))
-        of_k, _ = _pairs(of_values_s.index(1), r_s, -1.0, L)
-        gl.store(at + C * C, tf32_rounded(gl.where(s < t[:, None], of_k, 0.0), gl.bfloat16))
+        gl.store(at, tf32_rounded(gl.where(s < t[:, None], d_qk, 0.0), gl.bfloat16))
+        d_ak, _ = _pairs(of_values_s.index(1), r_s, -1.0, L)
+        gl.store(at + C * C, tf32_rounded(gl.where(s < t[:, None], d_ak, 0.0), gl.bfloat16))
         return
     g = writer_s.index(0).load(L).to(gl.float32)
     if PARTS == 2:
         g = sum_of_parts(writer_s, L)
-    halves_s = reinterpret(roots_s, gl.float32, [KINDS // 2, 2 * BLOCKS, BK], TABLE).index(0)
+    halves_s = reinterpret(roots_s, gl.float32, [GRADIENT_KINDS // 2, 2 * BLOCKS, BK], TABLE_LAYOUT).index(0)
     halves_s.store(gl.sum(per_block(g, BLOCK // 2), 1))
-    all_roots_s = reinterpret(roots_s, gl.float32, [KINDS * BLOCKS, BK], TABLE)
-    all_sums_s = reinterpret(sums_s, gl.float32, [KINDS * BLOCKS, BK], TABLE)
+    all_roots_s = reinterpret(roots_s, gl.float32, [GRADIENT_KINDS * BLOCKS, BK], TABLE_LAYOUT)
+    all_sums_s = reinterpret(sums_s, gl.float32, [GRADIENT_KINDS * BLOCKS, BK], TABLE_LAYOUT)
     _store_roots(all_roots_s, halves_s)
     HALVES: gl.constexpr = table(2 * BLOCKS)
     d_total = gl.zeros([1, BK], gl.float32, HALVES)
     if GATES:
         # All gates decay the state before the chunk.
-        d_total = gl.sum(S_s.load(ROWS_OF_V).to(gl.float32) * dS_s.load(ROWS_OF_V).to(gl.float32), 1)
+        d_total = gl.sum(S_s.load(V_ROW_LAYOUT).to(gl.float32) * dS_s.load(V_ROW_LAYOUT).to(gl.float32), 1)
         d_total = gl.convert_layout(d_total, gl.SliceLayout(0, HALVES))[None, :]
-        for kind in gl.static_range(FROM_START, KINDS):
-            root = row_of(all_roots_s, kind * BLOCKS, HALVES)
+        for kind in gl.static_range(GRADIENT_FROM_START, GRADIENT_KINDS):
+            root = load_row(all_roots_s, kind * BLOCKS, HALVES)
             d_total *= root * root
 
     # 2. The writes of keys, through the state after the chunk.
@@ -316,28 +316,28 @@ def hopper_channel_block_gradient_kernel(
     store_parts(writer_s, k_s.load(L).to(gl.float32) * beta_t * decay_of(-middle))
     to_middle = decay_of(middle)
     if GATES:
-        all_sums_s.store(gl.zeros([KINDS * BLOCKS, BK], gl.float32, ROWS))
+        all_sums_s.store(gl.zeros([GRADIENT_KINDS * BLOCKS, BK], gl.float32, ROW_LAYOUT))
     written = warpgroup_mma_wait(0, [written])
     barrier()  # a warp has waited for its own part of the product only, and the copy overwrites its operand
     copy(x_s.index(0), q + of_keys, H * K, size)
     commit_group()
-    written = decayed(written, roots_s.index(TO_END))
+    written = decayed(written, roots_s.index(GRADIENT_TO_END))
     if GATES:
-        _add_sums(sums_s.index(TO_END), sum_of_parts(writer_s, L) * written)
+        _add_sums(sums_s.index(GRADIENT_TO_END), sum_of_parts(writer_s, L) * written)
 
     # 3. The reads of queries, and then of keys, or `a`: through the state before the chunk and through its
     # pairs.
-    d_reader, d_gates, of_itself = zeros, zeros, gl.zeros_like(beta_t)
+    d_reader, d_gates, d_diagonal = zeros, zeros, gl.zeros_like(beta_t)
     for reader in range(2):
-        arrived(0)
+        wait_for_copies(0)
         x = x_s.index(0).load(L).to(gl.float32) * to_middle
         store_parts(x_s, x)
         weight = gl.where(reader == 0, scale, -1.0)
         do_s = of_values_s.index(reader)
         d_reader = warpgroup_mma(do_s, S_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        d_reader = decayed(weight * warpgroup_mma_wait(0, [d_reader]), roots_s.index(FROM_START))
+        d_reader = decayed(weight * warpgroup_mma_wait(0, [d_reader]), roots_s.index(GRADIENT_FROM_START))
         if GATES:
-            _add_sums(sums_s.index(FROM_START), sum_of_parts(x_s, L) * d_reader)
+            _add_sums(sums_s.index(GRADIENT_FROM_START), sum_of_parts(x_s, L) * d_reader)
         of_pairs, on_diagonal = _pairs(do_s, r_s, weight, L)
         make_visible()
         d_reader, written = _through_pairs(of_pairs, roots_s, x_s, writer_s, d_reader, written, sums_s, GATES)
@@ -349,10 +349,10 @@ def hopper_channel_block_gradient_kernel(
             needed_next = key_reader
             # No gate decays the pair of a token with itself. It is added last, since it would drown the
             # others in the gate's gradient. The key is recovered from the writer, to 16 bits.
-            of_itself = on_diagonal[:, None]
-            of_q = d_reader + of_itself * (sum_of_parts(writer_s, L) * to_middle)
-            x_s.index(1).store(of_q.to(gl.bfloat16))
-            store(dq + of_gates, x_s.index(1).load(ROWS), HV * K, size)
+            d_diagonal = on_diagonal[:, None]
+            dq_ = d_reader + d_diagonal * (sum_of_parts(writer_s, L) * to_middle)
+            x_s.index(1).store(dq_.to(gl.bfloat16))
+            store(dq + first_gate, x_s.index(1).load(ROW_LAYOUT), HV * K, size)
         copy(x_s.index(0), needed_next + of_keys, H * K, size)
         commit_group()
 
@@ -365,14 +365,16 @@ def hopper_channel_block_gradient_kernel(
         # that a gate does not decay cancel between rows and halves, so all bits of rows count.
         d_gates -= sum_of_parts(writer_s, L) * written
         store_three_parts(writer_s, x_s.index(1), d_gates)
-        d_halves_s = reinterpret(roots_s, gl.float32, [KINDS // 2, 2 * BLOCKS, BK], TABLE).index(0)
+        d_halves_s = reinterpret(
+            roots_s, gl.float32, [GRADIENT_KINDS // 2, 2 * BLOCKS, BK], TABLE_LAYOUT
+        ).index(0)
         _store_gradients_of_halves(d_halves_s, all_sums_s, d_total)
         make_visible()
         choice = from_block_middle(s, t[:, None])
-        d_gates = per_block(selected(choice, writer_s, zeros, 2, x_s.index(1)), BLOCK // 2)
+        d_gates = per_block(select(choice, writer_s, zeros, 2, x_s.index(1)), BLOCK // 2)
         of_half = d_halves_s.load(gl.SliceLayout(1, d_gates.type.layout))
-        store(dgk + of_gates, (d_gates + of_half[:, None, :]).reshape([C, BK]), HV * K, size)
-    arrived(0)
-    written = written / to_middle + of_itself * x_s.index(0).load(L).to(gl.float32)
+        store(dgk + first_gate, (d_gates + of_half[:, None, :]).reshape([C, BK]), HV * K, size)
+    wait_for_copies(0)
+    written = written / to_middle + d_diagonal * x_s.index(0).load(L).to(gl.float32)
     d_beta = dbeta + (lo * tiles + tile) * HV + h + t * tiles * HV
-    store_gradients_of_keys(written, d_reader, k_s, beta_t, d_beta, dk, da, of_gates, HV * K, size)
+    store_gradients_of_keys(written, d_reader, k_s, beta_t, d_beta, dk, da, first_gate, HV * K, size)

@@ -20,17 +20,17 @@ from flacompose.ops._recurrences.matrix.delta_rule.hopper.gates import (
 )
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import products
 from flacompose.ops._tiles.hopper import (
-    arrived,
     copy,
     make_visible,
     reinterpret,
-    rows_of,
-    selected,
+    row_layout,
+    select,
     store,
     store_parts,
     store_three_parts,
     sum_of_parts,
     tile_of_program,
+    wait_for_copies,
 )
 
 from_middle = gluon.jit(gates_of_channels.from_middle.fn)
@@ -58,7 +58,7 @@ def _sums_of_gates(g, g_s, L: gl.constexpr):
     make_visible()
     t = gl.arange(0, C, gl.SliceLayout(1, L))[:, None]
     s = gl.arange(0, C, gl.SliceLayout(0, L))[None, :]
-    middle = selected(from_middle(t, s), g_s, gl.zeros([C, g.shape[1]], gl.float32, L), PARTS)
+    middle = select(from_middle(t, s), g_s, gl.zeros([C, g.shape[1]], gl.float32, L), PARTS)
     is_early = gl.arange(0, C, gl.SliceLayout(1, g.type.layout))[:, None] < C // 2
     early = gl.sum(gl.where(is_early, g, 0.0), 0)
     late = gl.sum(gl.where(is_early, 0.0, g), 0)
@@ -74,12 +74,12 @@ def _read(do_s, r_s, S_s, zeros):
 
 
 @gluon.jit
-def _sum_over_tokens(x, ROWS: gl.constexpr):
+def _sum_over_tokens(x, ROW_LAYOUT: gl.constexpr):
     """The sum of the rows of `x`, first over the rows of each warp: `gl.sum` of all needs more registers."""
     of_warps = gl.sum(x.reshape([4, x.shape[0] // 4, x.shape[1]]), 1)
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     of_warps_s = gl.allocate_shared_memory(gl.float32, [4, x.shape[1]], layout, of_warps)
-    return gl.sum(of_warps_s.load(ROWS), 0)
+    return gl.sum(of_warps_s.load(ROW_LAYOUT), 0)
 
 
 @gluon.jit
@@ -102,8 +102,8 @@ def _reader(x, do_s, r_s, S_s, weight, from_start, x_s, pairs_s, writer_s, writt
     store_parts(pairs_s, gl.where(s < t, pairs, 0.0))
     make_visible()
     read *= weight * gl.convert_layout(from_start, gl.SliceLayout(0, L))[None, :]
-    ROWS: gl.constexpr = from_start.type.layout.parent
-    by_state = _sum_over_tokens(sum_of_parts(x_s, L) * read, ROWS)
+    ROW_LAYOUT: gl.constexpr = from_start.type.layout.parent
+    by_state = _sum_over_tokens(sum_of_parts(x_s, L) * read, ROW_LAYOUT)
     read = _products(pairs_s, writer_s, read, False)
     written = _products(pairs_s, x_s, written, True)
     read, written = warpgroup_mma_wait(0, [read, written])
@@ -165,17 +165,17 @@ def hopper_channel_chunk_gradient_kernel(
         return
     size = gl.minimum(hi - lo, C).to(gl.int32)
     first = lo * HV + h
-    of_gates = first * K + tile * BK
+    first_gate = first * K + tile * BK
     of_keys = (lo * H + h // (HV // H)) * K + tile * BK
     at_state = (rh * K + tile * BK) * V
     L: gl.constexpr = products(BK)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, L)
-    ROWS: gl.constexpr = rows_of(BK, gl.num_warps())
-    ROWS_OF_V: gl.constexpr = rows_of(V, gl.num_warps())
+    ROW_LAYOUT: gl.constexpr = row_layout(BK, gl.num_warps())
+    V_ROW_LAYOUT: gl.constexpr = row_layout(V, gl.num_warps())
     OF_V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16)
     OF_K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], gl.bfloat16)
     OF_GATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], gl.float32)
-    g = load_gates(gk + of_gates, HV * K, size, ROWS, C, BK)
+    g = load_gates(gk + first_gate, HV * K, size, ROW_LAYOUT, C, BK)
     # The buffers of two-part operands first hold tensors that are needed before those operands exist.
     qk_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
     x_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
@@ -204,12 +204,12 @@ def hopper_channel_chunk_gradient_kernel(
 
     # 1. The sums of gates from the chunk's middle.
     middle, from_start, to_end, is_early = _sums_of_gates(g, writer_s, L)
-    arrived(1)
+    wait_for_copies(1)
     if dgk is not None:
         # All gates decay the state before the chunk. All early gates also decay its reads, and all late gates
         # the writes to the state after the chunk.
-        of_early = gl.sum(S_s.load(ROWS_OF_V).to(gl.float32) * dS_s.load(ROWS_OF_V).to(gl.float32), 1)
-        of_early = gl.convert_layout(of_early, gl.SliceLayout(0, ROWS)) * from_start * to_end
+        of_early = gl.sum(S_s.load(V_ROW_LAYOUT).to(gl.float32) * dS_s.load(V_ROW_LAYOUT).to(gl.float32), 1)
+        of_early = gl.convert_layout(of_early, gl.SliceLayout(0, ROW_LAYOUT)) * from_start * to_end
 
     # 2. The writes of keys, through the state after the chunk.
     written = warpgroup_mma(r_s, dS_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -217,8 +217,8 @@ def hopper_channel_chunk_gradient_kernel(
     to_middle = decay_of(middle)
     written = warpgroup_mma_wait(0, [written]) * gl.convert_layout(to_end, COLUMNS)[None, :]
     if dgk is not None:
-        of_late = of_early + _sum_over_tokens(sum_of_parts(writer_s, L) * written, ROWS)
-    arrived(0)
+        of_late = of_early + _sum_over_tokens(sum_of_parts(writer_s, L) * written, ROW_LAYOUT)
+    wait_for_copies(0)
 
     # 3. The reads of queries, through the state before the chunk and through its pairs.
     x = q_s.load(L).to(gl.float32) * to_middle
@@ -232,7 +232,7 @@ def hopper_channel_chunk_gradient_kernel(
     # gate's gradient.
     d_reader = d_reader * to_middle + on_diagonal * beta_t * k_s.load(L).to(gl.float32)
     of_q_s.index(0).store(d_reader.to(gl.bfloat16))
-    store(dq + of_gates, of_q_s.index(0).load(ROWS), HV * K, size)
+    store(dq + first_gate, of_q_s.index(0).load(ROW_LAYOUT), HV * K, size)
     if dgk is not None:
         of_early += by_state
         d_gates_s = reinterpret(of_q_s, gl.float32, [C, BK], OF_GATES)
@@ -240,7 +240,7 @@ def hopper_channel_chunk_gradient_kernel(
 
     # 4. The reads of keys, or of `a`.
     if a is not None:
-        arrived(0)
+        wait_for_copies(0)
         x = x_s.index(0).load(L).to(gl.float32) * to_middle
     else:
         x = k_s.load(L).to(gl.float32) * to_middle
@@ -257,9 +257,9 @@ def hopper_channel_chunk_gradient_kernel(
         rest_s = of_k_s.index(0)
         store_three_parts(x_s, rest_s, d_gates)
         make_visible()
-        d_gates = gl.convert_layout(selected(from_middle(s, t[:, None]), x_s, zeros, 2, rest_s), ROWS)
+        d_gates = gl.convert_layout(select(from_middle(s, t[:, None]), x_s, zeros, 2, rest_s), ROW_LAYOUT)
         d_gates += gl.where(is_early, (of_early + by_state)[None, :], of_late[None, :])
-        store(dgk + of_gates, d_gates, HV * K, size)
+        store(dgk + first_gate, d_gates, HV * K, size)
     written = written / to_middle + on_diagonal * q_s.load(L).to(gl.float32)
     d_beta = dbeta + (lo * tiles + tile) * HV + h + t * tiles * HV
-    store_gradients_of_keys(written, d_reader, k_s, beta_t, d_beta, dk, da, of_gates, HV * K, size)
+    store_gradients_of_keys(written, d_reader, k_s, beta_t, d_beta, dk, da, first_gate, HV * K, size)

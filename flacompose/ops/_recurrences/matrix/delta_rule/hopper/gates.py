@@ -14,7 +14,7 @@ from flacompose.ops._recurrences.matrix.gates_of_channels import BLOCK, C
 from flacompose.ops._recurrences.matrix.gates_of_heads import LOG2_E
 
 from_block_middle = gluon.jit(gates_of_channels.from_block_middle.fn)
-size_of_gate = gluon.jit(gates_of_channels.size_of_gate.fn)
+scaled_gate_size = gluon.jit(gates_of_channels.scaled_gate_size.fn)
 
 # The marks of chunks that `hopper_channel_factor_kernel` of `hopper/channel_factors` writes: gates are factorisable
 # about the chunk's middle, or only about the middles of blocks. 0 leaves the factors of a chunk to Triton's kernel.
@@ -22,7 +22,7 @@ FACTORISABLE_IN_CHUNK = gl.constexpr(1)
 FACTORISABLE_IN_BLOCKS = gl.constexpr(2)
 
 BLOCKS = gl.constexpr(C.value // BLOCK.value)  # of a chunk
-TABLE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+TABLE_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
@@ -32,10 +32,10 @@ def decay_of(sums):
 
 
 @gluon.jit
-def load_gates(gk, stride, size, ROWS: gl.constexpr, C: gl.constexpr, BK: gl.constexpr):
+def load_gates(gk, stride, size, ROW_LAYOUT: gl.constexpr, C: gl.constexpr, BK: gl.constexpr):
     """The given gates of a tile, ``[C, BK]``, and 0 from row `size` on."""
-    i = gl.arange(0, C, gl.SliceLayout(1, ROWS))[:, None]
-    d = gl.arange(0, BK, gl.SliceLayout(0, ROWS))[None, :]
+    i = gl.arange(0, C, gl.SliceLayout(1, ROW_LAYOUT))[:, None]
+    d = gl.arange(0, BK, gl.SliceLayout(0, ROW_LAYOUT))[None, :]
     return gl.load(gk + i * stride + d, mask=(i < size) & (d < BK), other=0.0)
 
 
@@ -46,7 +46,7 @@ def table(rows):
 
 
 @gluon.jit
-def row_of(table_s, i: gl.constexpr, L: gl.constexpr):
+def load_row(table_s, i: gl.constexpr, L: gl.constexpr):
     """``[1, D]`` of the table, in the layout `L` of all of its rows."""
     return table_s.slice(i, 1).load(L)
 
@@ -69,7 +69,7 @@ def sums_of_halves(halves_s, sign: gl.constexpr, KINDS: gl.constexpr):
             row = gl.zeros([1, D], gl.float32, L)
             for half in gl.static_range(2 * BLOCKS):
                 if sign(half, kind, block) != 0:
-                    row += sign(half, kind, block) * row_of(halves_s, half, L)
+                    row += sign(half, kind, block) * load_row(halves_s, half, L)
             rows = with_row(rows, kind * BLOCKS + block, row)
     return rows
 

@@ -24,15 +24,15 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from flacompose.ops._recurrences.matrix.gates_of_heads import BEGINNING, ENDING, LEAVING
 from flacompose.ops._tiles import blocks
 from flacompose.ops._tiles.hopper import (
-    arrived,
     barrier,
     copy,
     make_visible,
     parts,
     product,
     reinterpret,
-    rows_of,
+    row_layout,
     store,
+    wait_for_copies,
 )
 
 chunks_of_segment = gluon.jit(blocks.chunks_of_segment.fn)
@@ -124,7 +124,7 @@ def hopper_head_backward_kernel(
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, TILES], [16, C // TILES, 16])  # [C, C]
     OF_STATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     OF_VALUES: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
-    ROWS: gl.constexpr = rows_of(D, gl.num_warps())
+    ROW_LAYOUT: gl.constexpr = row_layout(D, gl.num_warps())
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, D], gl.bfloat16)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
 
@@ -164,7 +164,7 @@ def hopper_head_backward_kernel(
         gl.arange(0, C, gl.SliceLayout(0, PAIRS))[None, :]
         == gl.arange(0, C, gl.SliceLayout(1, PAIRS))[:, None]
     )
-    channel = gl.arange(0, 32, gl.SliceLayout(1, ROWS))
+    channel = gl.arange(0, 32, gl.SliceLayout(1, ROW_LAYOUT))
     zeros = gl.zeros([C, D], gl.float32, L)
     no_pairs = gl.zeros([C, C], gl.float32, PAIRS)
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -208,7 +208,7 @@ def hopper_head_backward_kernel(
         beta_t = gl.load(beta + first + each * HV, mask=each < size, other=0.0)
         if sums is not None:
             sum_t = gl.load(sums + rh.to(gl.int64) * C + each)
-        arrived(1)
+        wait_for_copies(1)
         if more:
             next_keys = ((start - C) * HK + hk).to(gl.int64) * D
             copy(q_s.index(1 - now), q + next_keys, HK * D, full)
@@ -227,7 +227,7 @@ def hopper_head_backward_kernel(
         beta_.store(beta_t.to(gl.float32))
         if sums is not None:
             sums_.store(sum_t)
-        arrived(0)
+        wait_for_copies(0)
         pairs = warpgroup_mma(do_, r_.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
         dq_read = warpgroup_mma(do_, S_.permute((1, 0)), zeros, use_acc=False, is_async=True)
         do_read = do_.permute((1, 0)).load(OF_VALUES).to(gl.float32) * scale
@@ -272,17 +272,17 @@ def hopper_head_backward_kernel(
         make_visible()
         dk_read = warpgroup_mma(dv_, S_.permute((1, 0)), zeros, use_acc=False, is_async=True)
         in_chunk = _add_transposed(pairs_, k_, in_chunk)
-        store(dv + first.to(gl.int64) * D, dv_.load(ROWS), HV * D, size)
+        store(dv + first.to(gl.int64) * D, dv_.load(ROW_LAYOUT), HV * D, size)
         ending = _sum_tiles(dq_read * q_.load(L).to(gl.float32))
         dq_read += (diagonal * beta_.load(gl.SliceLayout(1, L)))[:, None] * k_.load(L).to(gl.float32)
         # Through shared memory, a thread stores 16 bytes at a time, not 4.
         do_.store(dq_read.to(gl.bfloat16))
         barrier()
-        store(dq + first.to(gl.int64) * D, do_.load(ROWS), HV * D, size)
+        store(dq + first.to(gl.int64) * D, do_.load(ROW_LAYOUT), HV * D, size)
         if d_total is not None:
             for tile in gl.static_range(D // 32):
-                of_S = S_.slice(tile * 32, 32).load(ROWS).to(gl.float32)
-                of_state = gl.sum(of_S * dS_.slice(tile * 32, 32).load(ROWS).to(gl.float32), 1)
+                of_S = S_.slice(tile * 32, 32).load(ROW_LAYOUT).to(gl.float32)
+                of_state = gl.sum(of_S * dS_.slice(tile * 32, 32).load(ROW_LAYOUT).to(gl.float32), 1)
                 gl.store(d_total + rh.to(gl.int64) * D + tile * 32 + channel, of_state * gl.exp2(total))
         dk_read = warpgroup_mma_wait(2, [dk_read])
         dk_read = -dk_read
@@ -328,7 +328,7 @@ def hopper_head_backward_kernel(
         dk_ = reinterpret(weighted_s, gl.bfloat16, [2 // TILES, C, D], SHARED).index(here)
         dk_.store(written.to(gl.bfloat16))
         barrier()
-        store(dk + first.to(gl.int64) * D, dk_.load(ROWS), HV * D, size)
+        store(dk + first.to(gl.int64) * D, dk_.load(ROW_LAYOUT), HV * D, size)
     if d_initial is not None:
         if segment == 0:
             gl.store(d_initial + nh * D * D + at_state, dS.to(d_initial.dtype.element_ty))

@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from flacompose.ops._recurrences.matrix import gates_of_heads
 from flacompose.ops._tiles.hopper import (
-    arrived,
     copy,
     make_visible,
     parts,
@@ -23,12 +22,13 @@ from flacompose.ops._tiles.hopper import (
     store,
     store_parts,
     tile_of_program,
+    wait_for_copies,
 )
 
 sums_before = gluon.jit(gates_of_heads.sums_before.fn)
 
 B = gl.constexpr(16)  # tokens of a block that is solved by substitution
-ROWS = gl.constexpr(16)  # rows of a column of its inverse that one thread has
+ROWS_PER_THREAD = gl.constexpr(16)  # rows of a column of its inverse that one thread has
 
 
 @gluon.constexpr_function
@@ -41,7 +41,10 @@ def products(width):
 def _solve_blocks(blocks):
     """The inverses of ``I + blocks [2, 2, 16, 16]`` in shared memory, from the last row to the first."""
     L: gl.constexpr = gl.BlockedLayout(
-        [1, 1, ROWS, 1], [1, 1, B // ROWS, 32 * ROWS // B], [2, 2, 1, 1], [3, 2, 1, 0]
+        [1, 1, ROWS_PER_THREAD, 1],
+        [1, 1, B // ROWS_PER_THREAD, 32 * ROWS_PER_THREAD // B],
+        [2, 2, 1, 1],
+        [3, 2, 1, 0],
     )
     ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L)))
     COLUMN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L)))
@@ -163,13 +166,13 @@ def inverse(upper):
 
 
 @gluon.jit
-def _store_log_norm(log_norm, of_k, beta_s, total):
+def _store_log_norm(log_norm, ak, beta_s, total):
     """Stores the log-norm bound of a chunk's transition matrix, from the products of its keys."""
-    C: gl.constexpr = of_k.shape[0]
-    s = gl.arange(0, C, gl.SliceLayout(1, of_k.type.layout))[:, None]
-    t = gl.arange(0, C, gl.SliceLayout(0, of_k.type.layout))[None, :]
+    C: gl.constexpr = ak.shape[0]
+    s = gl.arange(0, C, gl.SliceLayout(1, ak.type.layout))[:, None]
+    t = gl.arange(0, C, gl.SliceLayout(0, ak.type.layout))[None, :]
     # A token multiplies a state by exp(g) (I - beta k k^T), whose norm is exp(g) max(1, |1 - beta k . k|).
-    along_key = gl.abs(1.0 - beta_s * gl.sum(gl.where(s == t, of_k, 0.0), 1))
+    along_key = gl.abs(1.0 - beta_s * gl.sum(gl.where(s == t, ak, 0.0), 1))
     gl.store(log_norm, total + gl.sum(gl.log2(gl.maximum(along_key, 1.0)), 0))
 
 
@@ -229,21 +232,21 @@ def hopper_head_factor_kernel(
     zeros = gl.zeros([C, C], gl.float32, L)
 
     # 1. The products of pairs of tokens. Rows are writing tokens, columns reading tokens.
-    arrived(0 if W is None else 1)
-    of_k = warpgroup_mma(k_s, a_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    of_q = of_k
+    wait_for_copies(0 if W is None else 1)
+    ak = warpgroup_mma(k_s, a_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    qk = ak
     if W is not None:
-        arrived(0)
-        of_q = warpgroup_mma(k_s, q_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    of_k, of_q = warpgroup_mma_wait(0, [of_k, of_q])
+        wait_for_copies(0)
+        qk = warpgroup_mma(k_s, q_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    ak, qk = warpgroup_mma_wait(0, [ak, qk])
     if log_norm is not None:
-        _store_log_norm(log_norm + rh, of_k, beta_s, total)
+        _store_log_norm(log_norm + rh, ak, beta_s, total)
     if sums is not None:
         between = gl.exp2(-gl.abs(sum_s[:, None] - gl.load(sums + t)[None, :]))
         if READ_BEFORE:
-            of_k *= gl.exp2(-gl.abs(sum_s[:, None] - sums_before(sums, t)[None, :]))
+            ak *= gl.exp2(-gl.abs(sum_s[:, None] - sums_before(sums, t)[None, :]))
         else:
-            of_k *= between
+            ak *= between
     parts_s = gl.allocate_shared_memory(
         gl.bfloat16, [1 if W is None else 2, C, C], gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
     )
@@ -251,11 +254,11 @@ def hopper_head_factor_kernel(
         weights = (beta_s * scale.to(gl.float32))[:, None]
         if sums is not None:
             weights = weights * between
-        store_parts(parts_s, gl.where(s[:, None] <= t[None, :], of_q * weights, 0.0))
+        store_parts(parts_s, gl.where(s[:, None] <= t[None, :], qk * weights, 0.0))
         make_visible()
 
     # 2. Y and P.
-    solved = inverse(gl.where(s[:, None] < t[None, :], of_k * beta_s[:, None], 0.0))
+    solved = inverse(gl.where(s[:, None] < t[None, :], ak * beta_s[:, None], 0.0))
     at = rh * C * C
     if W is None:
         high, low = parts(solved)

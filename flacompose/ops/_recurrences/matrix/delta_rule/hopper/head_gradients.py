@@ -10,15 +10,15 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from flacompose.ops._recurrences.matrix import gates_of_heads
 from flacompose.ops._recurrences.matrix.gates_of_heads import BEGINNING, ENDING, LEAVING
 from flacompose.ops._tiles.hopper import (
-    arrived,
     copy,
     make_visible,
     parts,
     product,
-    rows_of,
+    row_layout,
     store,
     store_parts,
     tile_of_program,
+    wait_for_copies,
 )
 
 sums_before = gluon.jit(gates_of_heads.sums_before.fn)
@@ -110,7 +110,7 @@ def hopper_head_gradient_kernel(
         return
     size = gl.minimum(hi - lo, C).to(gl.int32)
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
-    ROWS: gl.constexpr = rows_of(V, gl.num_warps())
+    ROW_LAYOUT: gl.constexpr = row_layout(V, gl.num_warps())
     OF_V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16)
     OF_K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], gl.bfloat16)
     q_s = gl.allocate_shared_memory(gl.bfloat16, [C, BK], OF_K)
@@ -149,7 +149,7 @@ def hopper_head_gradient_kernel(
         from_start = gl.exp2(sum_t)[:, None]
 
     # 1. The reads of queries, with the gradient do.
-    arrived(2)
+    wait_for_copies(2)
     pairs = warpgroup_mma(do_s, r_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dq_read = warpgroup_mma(do_s, S_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     pairs, dq_read = warpgroup_mma_wait(0, [pairs, dq_read])
@@ -173,7 +173,7 @@ def hopper_head_gradient_kernel(
     store(dq + of_keys, dq_read, H * K, size, ADDS)
 
     # 2. The reads of keys, or of `a`, with the gradient -dv.
-    arrived(1 if a is None else 2)
+    wait_for_copies(1 if a is None else 2)
     pairs = warpgroup_mma(dv_s, r_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dk_read = warpgroup_mma(dv_s, S_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     pairs, dk_read = warpgroup_mma_wait(0, [pairs, dk_read])
@@ -187,23 +187,23 @@ def hopper_head_gradient_kernel(
     elif sums is not None:
         dk_read *= from_start
     if a is not None:
-        arrived(0)
+        wait_for_copies(0)
     dk_read, in_chunk = _through_pairs(pairs, beta_s, pairs_s, a_s, k_s, dk_read, in_chunk)
     of_sums = gl.sum(dk_read * a_s.load(L).to(gl.float32), 1)
     ending += _of_next(of_sums, L) if READ_BEFORE else of_sums
     k_ = k_s.load(L).to(gl.float32)
 
     # 3. The writes of keys, through the state after the chunk.
-    arrived(0)
+    wait_for_copies(0)
     written = warpgroup_mma(r_s, dS_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     if d_sums is not None:
-        of_state = gl.sum(S_s.load(ROWS).to(gl.float32) * dS_s.load(ROWS).to(gl.float32), 1)
+        of_state = gl.sum(S_s.load(ROW_LAYOUT).to(gl.float32) * dS_s.load(ROW_LAYOUT).to(gl.float32), 1)
     written = warpgroup_mma_wait(0, [written])
     if sums is not None:
         written *= gl.exp2(total - sum_t)[:, None]
     # 4. The gradients of sums of gates, of `beta` and of keys.
     if d_sums is not None:
-        d = gl.arange(0, BK, gl.SliceLayout(1, ROWS))
+        d = gl.arange(0, BK, gl.SliceLayout(1, ROW_LAYOUT))
         gl.store(d_total + rh * K + tile * BK + d, of_state * gl.exp2(total))
         at = d_sums + ((row * 3 * tiles + tile) * HV + h) * C + t
         gl.store(at + ENDING * tiles * HV * C, ending)

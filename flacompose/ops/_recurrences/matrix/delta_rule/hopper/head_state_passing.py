@@ -4,7 +4,7 @@
 and read. This one takes only Y, and only half of the triangular matrix. With ``A[t, s] = q_t . k_s``, decayed
 by the gates between, it computes
 
-    e = v - k_read S        u = diag(beta) Y e        o = scale * (q_read S + A u)        S <- total S + k_write^T u
+    e = v - k_read S        u = diag(beta) Y e        o = scale * (q_read S + A u)        S <- decay S + k_write^T u
 
 Where keys are alike, the terms of these products nearly cancel, so e, Y, u and A are in two parts.
 
@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from flacompose.ops._recurrences.matrix.delta_rule import kernels
 from flacompose.ops._tiles import blocks
-from flacompose.ops._tiles.hopper import arrived, async_load, barrier, parts, rows_of
+from flacompose.ops._tiles.hopper import async_load, barrier, parts, row_layout, wait_for_copies
 
 split_program = gluon.jit(blocks.split_program.fn)
 is_idle = gluon.jit(blocks.is_idle.fn)
@@ -54,28 +54,28 @@ def _size_of(chunk, tokens, stop, C: gl.constexpr):
 
 
 @gluon.jit
-def _rows(x, chunk, stride, size, C: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr):
+def _rows(x, chunk, stride, size, C: gl.constexpr, D: gl.constexpr, ROW_LAYOUT: gl.constexpr):
     """Pointers to the first `D` numbers of the rows of a chunk, and a mask of the rows within `size`.
 
     They are computed from `chunk` each time: no register is free to keep the offsets of rows within a chunk.
     """
-    i = gl.arange(0, C, gl.SliceLayout(1, ROWS))[:, None]
-    d = gl.arange(0, D, gl.SliceLayout(0, ROWS))[None, :]
+    i = gl.arange(0, C, gl.SliceLayout(1, ROW_LAYOUT))[:, None]
+    d = gl.arange(0, D, gl.SliceLayout(0, ROW_LAYOUT))[None, :]
     return x + (chunk * C + i).to(gl.int64) * stride + d, (i < size) & (d < D)
 
 
 @gluon.jit
 def _copy_rows(to, x, chunk, stride, size):
-    ROWS: gl.constexpr = rows_of(to.shape[1], gl.num_warps())
-    at, inside = _rows(x, chunk, stride, size, to.shape[0], to.shape[1], ROWS)
+    ROW_LAYOUT: gl.constexpr = row_layout(to.shape[1], gl.num_warps())
+    at, inside = _rows(x, chunk, stride, size, to.shape[0], to.shape[1], ROW_LAYOUT)
     async_load(to, at, mask=inside)
 
 
 @gluon.jit
 def _store_rows(x, rows_s, chunk, stride, size):
-    ROWS: gl.constexpr = rows_of(rows_s.shape[1], gl.num_warps())
-    at, inside = _rows(x, chunk, stride, size, rows_s.shape[0], rows_s.shape[1], ROWS)
-    gl.store(at, rows_s.load(ROWS), mask=inside)
+    ROW_LAYOUT: gl.constexpr = row_layout(rows_s.shape[1], gl.num_warps())
+    at, inside = _rows(x, chunk, stride, size, rows_s.shape[0], rows_s.shape[1], ROW_LAYOUT)
+    gl.store(at, rows_s.load(ROW_LAYOUT), mask=inside)
 
 
 @gluon.jit
@@ -105,9 +105,9 @@ def _store_numbers(numbers_s, slot, beta, sum, total):
 @gluon.jit
 def _load_inverse(Y, chunk, size, HV, C: gl.constexpr):
     """The matrix that `hopper_head_factor_kernel` has stored for a chunk, and zeros for a chunk without tokens."""
-    ROWS: gl.constexpr = rows_of(C, gl.num_warps())
-    s = gl.arange(0, C, gl.SliceLayout(1, ROWS))[:, None]
-    t = gl.arange(0, C, gl.SliceLayout(0, ROWS))[None, :]
+    ROW_LAYOUT: gl.constexpr = row_layout(C, gl.num_warps())
+    s = gl.arange(0, C, gl.SliceLayout(1, ROW_LAYOUT))[:, None]
+    t = gl.arange(0, C, gl.SliceLayout(0, ROW_LAYOUT))[None, :]
     return gl.load(
         Y + chunk.to(gl.int64) * HV * C * C + s * C + t, mask=(s < C * (size > 0)) & (t < C), other=0.0
     )
@@ -116,10 +116,10 @@ def _load_inverse(Y, chunk, size, HV, C: gl.constexpr):
 @gluon.jit
 def _store_inverse(Y_s, slot, Y):
     """Stores the larger and the smaller parts, the latter transposed, as two operands of products."""
-    ROWS: gl.constexpr = Y.type.layout
-    s = gl.arange(0, Y.shape[0], gl.SliceLayout(1, ROWS))[:, None]
-    t = gl.arange(0, Y.shape[1], gl.SliceLayout(0, ROWS))[None, :]
-    zero = gl.zeros(Y.shape, gl.bfloat16, ROWS)
+    ROW_LAYOUT: gl.constexpr = Y.type.layout
+    s = gl.arange(0, Y.shape[0], gl.SliceLayout(1, ROW_LAYOUT))[:, None]
+    t = gl.arange(0, Y.shape[1], gl.SliceLayout(0, ROW_LAYOUT))[None, :]
+    zero = gl.zeros(Y.shape, gl.bfloat16, ROW_LAYOUT)
     Y_s[0].index(slot).store(gl.where(s <= t, Y, zero))
     Y_s[1].index(slot).store(gl.where(s > t, Y, zero))
 
@@ -137,13 +137,13 @@ def _sums_of_pairs(sums_s, L: gl.constexpr):
 
 
 @gluon.jit
-def _decayed_pairs(of_q, sums, scale):
+def _decayed_pairs(qk, sums, scale):
     """``scale`` times the decayed products of keys, in rows, and later queries, in two parts."""
-    L: gl.constexpr = of_q.type.layout
-    s = gl.arange(0, of_q.shape[0], gl.SliceLayout(1, L))[:, None]
-    t = gl.arange(0, of_q.shape[1], gl.SliceLayout(0, L))[None, :]
+    L: gl.constexpr = qk.type.layout
+    s = gl.arange(0, qk.shape[0], gl.SliceLayout(1, L))[:, None]
+    t = gl.arange(0, qk.shape[1], gl.SliceLayout(0, L))[None, :]
     between = sums[0][:, None] - sums[1][None, :]
-    return parts(gl.where(s <= t, of_q * (gl.exp2(-gl.abs(between)) * scale), 0.0))
+    return parts(gl.where(s <= t, qk * (gl.exp2(-gl.abs(between)) * scale), 0.0))
 
 
 @gluon.jit
@@ -282,17 +282,17 @@ def hopper_head_state_passing_kernel(
             _store_inverse(Y_s, chunk % 2, _load_inverse(Y, chunk, size, HV, C))
         commit_group()
     if o is not None:
-        arrived(2)
-        of_q = _products_of_pairs(k_s.index(begin % K_STAGES), q_s.index(begin % Q_STAGES), no_pairs)
-        of_q = warpgroup_mma_wait(0, [of_q])
-        high, low = _decayed_pairs(of_q, _sums_of_pairs(numbers_s[3].index(begin % 2), PAIRS), scale)
+        wait_for_copies(2)
+        qk = _products_of_pairs(k_s.index(begin % K_STAGES), q_s.index(begin % Q_STAGES), no_pairs)
+        qk = warpgroup_mma_wait(0, [qk])
+        high, low = _decayed_pairs(qk, _sums_of_pairs(numbers_s[3].index(begin % 2), PAIRS), scale)
         A_s[0].index(begin % 2).store(high)
         A_s[1].index(begin % 2).store(low)
 
     for chunk in range(begin, stop):
         this, other = chunk % 2, (chunk + 1) % 2
         k_ = k_s.index(chunk % K_STAGES)
-        arrived(1)  # all but the operands of the chunk after the next
+        wait_for_copies(1)  # all but the operands of the chunk after the next
 
         # 3. The reads of the state by keys and queries, and e.
         S_ = gl.convert_layout(S.to(gl.bfloat16), LEFT)
@@ -311,7 +311,7 @@ def hopper_head_state_passing_kernel(
         u = _multiply(e, Y_s[0].index(this), Y_s[1].index(this).permute((1, 0)), zeros, False)
         if o is not None:
             out = warpgroup_mma_wait(3, [out]) * (from_start * scale)
-            of_q = _products_of_pairs(
+            qk = _products_of_pairs(
                 k_s.index((chunk + 1) % K_STAGES), q_s.index((chunk + 1) % Q_STAGES), no_pairs
             )
         S *= of_chunk
@@ -329,12 +329,12 @@ def hopper_head_state_passing_kernel(
 
         # 6. Stores for other threads, and copies, over the operands that all threads have read.
         if o is not None:
-            out, of_q = warpgroup_mma_wait(2, [out, of_q])
+            out, qk = warpgroup_mma_wait(2, [out, qk])
             sums_ = _sums_of_pairs(numbers_s[3].index(other), PAIRS)
         barrier()
         if o is not None:
             o_s.index(0).permute((1, 0)).store(out.to(gl.bfloat16))
-            high, low = _decayed_pairs(of_q, sums_, scale)
+            high, low = _decayed_pairs(qk, sums_, scale)
             A_s[0].index(other).store(high)
             A_s[1].index(other).store(low)
         _store_inverse(Y_s, other, Y_)
