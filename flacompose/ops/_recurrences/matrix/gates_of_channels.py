@@ -126,7 +126,8 @@ def size_of_sums(write, read):
 def scaled_gate_size(g, DOT: tl.constexpr):
     """The size of each gate, scaled so that its bound, 4 or in bfloat16 8, becomes `FACTORISABLE_BOUND`.
 
-    Channel decay and low rank test it where the gradient of gates is wanted, the delta rule always.
+    Channel decay and low rank test it where the gradient of gates is wanted, the delta rule always but for the factors
+    of blocks on Hopper.
 
     The gradient of a gate below -4, or -8 where products are rounded to bfloat16, would be lost in the rounding
     errors of the pairs that the gate does not decay.

@@ -154,7 +154,7 @@ def delta_channel_gradient_kernel(
     d_states,  # [chunks, HV, K, V], after it
     made,  # `KeyGradients`
     dgk,  # [tokens, HV, K]
-    factorisable_tiles,  # [chunks, HV, tiles of K], whether gates are factorisable
+    factorisable_tiles,  # [chunks, HV, tiles of K], whether gates are factorisable, on Hopper in blocks or chunks
     cu_seqlens,
     T,
     N,

@@ -21,7 +21,7 @@ from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay
 
 
 class CallGates(NamedTuple):
-    """The gates of chunks, if there are any. Kernels of factors fill `chunk_decay` and `factorisable_chunks`."""
+    """The sums of gates of heads, or empty memory that the kernels of factors fill for gates of channels."""
 
     sums: GateSums = GateSums()  # of gates of heads
     chunk_decay: Tensor | None = None  # the decay of each chunk by gates of channels

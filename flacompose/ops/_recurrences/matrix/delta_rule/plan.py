@@ -34,12 +34,13 @@ and gates.
     channels       otherwise                              delta_channel_product_gradient_kernel,
                                                           delta_channel_gradient_kernel     channel_gradients.py
 
-If all gates of channels are equal, 32 tokens sum to above -45 for gates from -1.4 to 0, and 8 tokens for gates
-from -5.6 to 0, which contain all gates of KDA that are bounded by -5. Each gate must be above -8 too. The device
-decides: `hopper_channel_factor_kernel` marks each chunk in `factorisable_chunks`,
+In each channel, the gates of each half of a chunk (32 tokens) or of each half of a block (8 tokens) sum to
+above -45. If all gates are equal, 32 tokens do so for gates from -1.4 to 0, and 8 tokens for gates from -5.6 to
+0, which contain all gates of KDA that are bounded by -5. For gradients each gate must be above -8 too. The
+device decides: `hopper_channel_factor_kernel` marks each chunk in `factorisable_chunks`,
 `hopper_channel_block_gradient_kernel` marks each tile of channels in `factorisable_tiles`. The three gradient
-kernels of channels on Hopper are all launched, in this order, and a program returns at once if its chunk or tile
-is not its own. The second one stores the products for the tiles that it leaves to the third.
+kernels of channels on Hopper are all launched, in this order, and a program returns at once if its chunk or
+tile is not its own. The second one stores the products for the tiles that it leaves to the third.
 
 The gradient of gates of heads follows from the gradients of their sums, by `head_gate_gradient_kernel`.
 """
