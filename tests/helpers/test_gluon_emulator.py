@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from flacompose.ops._tiles.hopper import arrived, copy, make_visible, reinterpret, rows_of, store
+from flacompose.ops._tiles.hopper import copy, make_visible, reinterpret, row_layout, store, wait_for_copies
 from helpers.gluon_emulator import run
 
 
@@ -32,7 +32,7 @@ def product_kernel(
     copy(b_s, b, 64, 64)
     commit_group()
     if WAITS:
-        arrived(0)
+        wait_for_copies(0)
     else:
         make_visible()
     a_s.store(a_s.load(L))
@@ -76,12 +76,12 @@ def test_operands_are_kept() -> None:
 @gluon.jit
 def layout_kernel(x, out, OTHER: gl.constexpr):
     """What is stored in one layout is read in another one."""
-    L: gl.constexpr = rows_of(64, 4)
+    L: gl.constexpr = row_layout(64, 4)
     rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     x_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], rows)
     copy(x_s, x, 64, 64)
     commit_group()
-    arrived(0)
+    wait_for_copies(0)
     store(out, reinterpret(x_s, gl.bfloat16, [64, 64], OTHER).load(L), 64, 64)
 
 
