@@ -23,7 +23,7 @@ def run(*options: str) -> str:
 
 
 def test_what_each_learns() -> None:
-    """One alone learns the same numbers again."""
+    """A run with one kind of gradients prints the same numbers as the run with both."""
     said = run()
     recalled = dict(re.findall(r"(\w+): ([\d.]+)% of held-out cues", said))
     assert float(recalled["truncated"]) < 25 < 90 < float(recalled["exact"])

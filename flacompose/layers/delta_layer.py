@@ -78,7 +78,10 @@ class DeltaLayer(RecurrentLayer):
         return 2 * gate if self.allow_neg_eigval else gate
 
     def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        """``o [B, T, heads, V]`` normed, gated by the rows or tokens of `gate`, and projected."""
+        """``o [B, T, heads, V]`` normed, gated and projected to ``[B, T, hidden_size]``.
+
+        The gate may be rows, as `rows_of` makes them.
+        """
         like, o = o, rows_of(o)
         if self.value_parts > 1:
             o = o.flatten(-2).unflatten(-1, (self.num_v_heads, -1))

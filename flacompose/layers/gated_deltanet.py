@@ -106,8 +106,8 @@ class GatedDeltaNet(DeltaLayer):
         q, k, v = (tokens_of(y, x) for y in (q, k, v))
         (q, k, v), conv = self._activated(q, k, v, past, tokens)
         v, q, k = self._in_heads(v, q, k)
-        g = log_decay(upcast(a), self.A_log, self.dt_bias)  # [B, T, HV]
-        beta = self._gate_of_keys(b)  # [B, T, HV]
+        g = log_decay(upcast(a), self.A_log, self.dt_bias)  # of HV heads, in rows or tokens
+        beta = self._gate_of_keys(b)
         # A token whose decay and beta are 0 does not change the state.
         g, beta = (repeat_heads(tokens.masked(tokens_of(y, x)), self.value_parts) for y in (g, beta))
 

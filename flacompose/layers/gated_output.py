@@ -39,7 +39,10 @@ class GatedOutputLayer(RecurrentLayer):
             self.g_norm = RMSNorm(V, elementwise_affine, norm_eps, device, dtype)
 
     def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        """``o [B, T, H, V]``, normed, gated by the rows or tokens of `gate`, and projected."""
+        """``o [B, T, H, V]``, normed, gated and projected to ``[B, T, hidden_size]``.
+
+        The gate may be rows, as `rows_of` makes them.
+        """
         like, o = o, rows_of(o)
         if gate is not None:
             gate = rows_of(gate).unflatten(-1, (self.num_heads, -1))

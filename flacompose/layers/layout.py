@@ -129,17 +129,17 @@ def _padded(hidden_states: Tensor, attention_mask: Tensor) -> Layout:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """``x [B, T, ...]`` as ``[B * T, ...]`` in a graph, else `x`. A matrix consists of rows already.
+    """``x [B, T, ...]`` as ``[B * T, ...]`` in a graph, else `x`. A matrix ``[B * T, D]`` is returned as it is.
 
     The compiler views the input and the output of each product as rows itself, and so do the gradients. With symbolic
-    sizes it takes longer over these views than over the product.
+    sizes it takes longer over these views than over the product. A DTensor keeps its axes.
     """
     return x.flatten(0, 1) if is_compiling() and x.ndim > 2 and not hasattr(x, "device_mesh") else x
 
 
 def tokens_of(rows: Tensor, like: Tensor) -> Tensor:
     """The inverse of `rows_of`: ``rows [B * T, ...]`` as ``[B, T, ...]``, the first axes of `like`."""
-    is_whole = not is_compiling() or hasattr(rows, "device_mesh")
+    is_whole = not is_compiling() or hasattr(like, "device_mesh")
     return rows if is_whole else rows.view(*like.shape[:2], *rows.shape[1:])
 
 

@@ -5,34 +5,16 @@ Layers do in test_laws.py without gradients and in test_segments.py with them, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from contract.cases import NAMED, OpCase
 from contract.problems import call_named, draw, named
-from functorch.compile import make_boxed_func
+from helpers.backend_calls import compiled
 from helpers.truth import EVERY, build, tokens_of
-from torch._dynamo.backends.common import aot_autograd
 
 from flacompose.ops import chunk_rwkv7
-
-
-def _unchanged(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    return make_boxed_func(module.forward)
-
-
-def compiled(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
-    """The function compiled for every size, and the numbers of nodes of the graphs that the backend was given."""
-    sizes, through_autograd = [], aot_autograd(fw_compiler=_unchanged)
-
-    def backend(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        sizes.append(len(module.graph.nodes))
-        return through_autograd(module, inputs)
-
-    return torch.compile(function, backend=backend, fullgraph=True, dynamic=True), sizes
 
 
 # The recurrent forms take the same numbers.

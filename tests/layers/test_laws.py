@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from contract.graphs import recorded
+from helpers.backend_calls import compiled
 from helpers.operators import operator
 from helpers.truth import (
     ACTIVATIONS,
@@ -45,8 +46,6 @@ from torch.utils import _pytree as pytree
 import flacompose
 from flacompose.layers import MLSTM, DeltaNet, RecurrentState
 from flacompose.ops._composed import logsumexp
-
-from .test_backend_calls import compiled
 
 # Mamba-3 with several keys a token differs from that with one in values, gradients and layouts, which name it below.
 CASES = {name: config for name, config in EVERY.items() if name != "mamba3 mimo"} | BOUNDED
@@ -609,7 +608,7 @@ EXPORTED = dict.fromkeys(("gla", "retention", "gsa", "rwkv7", "griffin"), "packe
 @pytest.mark.parametrize(("name", "layout"), [(name, EXPORTED.get(name, "rows")) for name in DISTINCT])
 @torch.no_grad()
 def test_export(name, layout, device, tmp_path, request):
-    """A program has a node for each recurrence, and is exact at lengths that were not traced; rows once loaded."""
+    """A program has a node for each recurrence, and is exact at other lengths. Those of rows are saved and loaded."""
     lengths = [*LENGTHS[1:], 2048]
     if layout != "rows" or name == "lightnet":
         request.getfixturevalue("few_levels")

@@ -127,7 +127,7 @@ class Kept(nn.Module):
 def test_training_through_inductor(name: str, device: torch.device) -> None:
     """Inductor asks for the order of strides; gradients of norms for the number of tokens.
 
-    So do sums with zeros, of the positions of retention, which is not trained here.
+    Sums with zeros, as of retention's positions, ask for it too; retention is not trained here.
     """
     layer, x = made(name, device)
     module = Kept(layer)

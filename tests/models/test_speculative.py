@@ -142,8 +142,8 @@ def test_few_tokens(new: int) -> None:
 def test_compilations(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three graphs for each model, of a prompt, a token and several tokens, whatever B and T.
 
-    docs/how-to/speculative.md has others for one row. For the compiler all states are alike, whether they come from a
-    prompt, from a step or from `at`.
+    The example in docs/how-to/speculative.md compiles one row too, which has graphs of its own. For the
+    compiler all states are alike, whether they come from a prompt, from a step or from `at`.
     """
     monkeypatch.setattr(logsumexp, "LEVELS", 5)  # of which a graph has as many times its code
     torch._dynamo.reset()

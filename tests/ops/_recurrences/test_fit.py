@@ -304,5 +304,5 @@ def test_every_kernel_takes_every_dtype(dtype: torch.dtype) -> None:
 
 def test_every_kernel_compiles(launches: dict[Launch, str]) -> None:
     """The first launch of each, those of the smallest heads."""
-    first = {launch.name: launch for launch in reversed(launches)}
-    assert all(launch.excess(90) is None for launch in first.values())
+    for launch in {launch.name: launch for launch in reversed(launches)}.values():
+        assert launch.compile(90).metadata.shared <= HOPPER.shared_memory

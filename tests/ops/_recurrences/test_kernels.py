@@ -617,8 +617,9 @@ OF_DELTA = {"scale": 0.7, "delta_rule": True}
         ("scan", "x g initial_state", [(1, 34, 3), (1, 34, 3), (1, 3)], {}),
         ("rg_lru", "x r i a_param initial_state", [*[(1, 34, 3)] * 3, (3,), (1, 3)], {}),  # without resets
         ("short_conv", "x weight bias initial_state", [(1, 34, 3), (3, 4), (3,), (1, 3, 4)], {"silu": True}),
-        ("selective_scan", "x dt A B C initial_state",
-         [(1, 18, 3), (1, 18, 3), (3, 2), (1, 18, 1, 2), (1, 18, 1, 2), (1, 3, 2)], {}),
+        ("selective_scan", "x dt A B C D z dt_bias initial_state",
+         [(1, 18, 3), (1, 18, 3), (3, 2), (1, 18, 1, 2), (1, 18, 1, 2), (3,), (1, 18, 3), (3,), (1, 3, 2)],
+         {"softplus": True}),
     ],
     ids=["scalar", "vector", "delta", "delta that reads before", "delta with gates of channels", "low rank",
          "normaliser", "scan", "RG-LRU", "convolution", "selective"],

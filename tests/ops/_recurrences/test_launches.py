@@ -676,14 +676,14 @@ def test_gates_of_heads_beside_those_of_channels(wanted: bool) -> None:
 
 
 @pytest.mark.parametrize("S", [3, 40])
-@pytest.mark.parametrize("wanted", range(6))
+@pytest.mark.parametrize("wanted", range(9))
 def test_states_are_computed_where_a_gradient_needs_them(wanted: int, S: int) -> None:
-    """In the selective scan, those of dt, A and C do."""
+    """In the selective scan, those of dt, its bias, A, C and the gate do. Large states give the gate the output."""
     x, A, B = torch.zeros(1, 5, 6), torch.zeros(6, S), torch.zeros(1, 5, 2, S)
-    args = x, x, A, B, B, None, None, None, torch.zeros(1, 6, S), None, False, x, None
-    mask = [i == wanted for i in (0, 1, 2, 3, 4, -1, -1, -1, 5)]
-    launches, _ = launched(lambda: flat(selective_scan, "backward")(*args, mask))
-    assert len(launches) == 1 + (wanted in (1, 2, 4))
+    D = torch.zeros(6)
+    args = x, x, A, B, B, D, x, D, torch.zeros(1, 6, S), None, False, x, None
+    launches, _ = launched(lambda: flat(selective_scan, "backward")(*args, [i == wanted for i in range(9)]))
+    assert len(launches) == 1 + (wanted in (1, 2, 4, 6, 7))
 
 
 @pytest.mark.parametrize(("B", "rows", "copied"), [(2, 5, False), (2, 6, True), (1, 6, False)])

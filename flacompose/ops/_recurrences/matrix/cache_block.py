@@ -67,19 +67,19 @@ class HeadGates:
         exponents, dP = dP * P, dP * self.pair
         return PairGradient(dP @ b, dP.mT @ a, exponents)
 
-    def gradient(self, d_pair: Tensor, d_read: Tensor, d_write: Tensor, d_total: Tensor) -> Tensor:
+    def gradient(self, d_pair: Tensor, d_read: Tensor, d_write: Tensor, d_chunk_decay: Tensor) -> Tensor:
         """The gradient of every gate ``[..., C, 1]``, from those of the exponents of the decays of these names.
 
-        Vectors ``[..., C, K]``, and ``d_total [..., 1, K]``, are summed over `K`.
+        Vectors ``[..., C, K]``, and ``d_chunk_decay [..., 1, K]``, are summed over `K`.
         """
-        vectors = d_read, d_write, d_total
-        d_read, d_write, d_total = (x.sum(-1, True) if x.shape[-1] > 1 else x for x in vectors)
+        vectors = d_read, d_write, d_chunk_decay
+        d_read, d_write, d_chunk_decay = (x.sum(-1, True) if x.shape[-1] > 1 else x for x in vectors)
         if self.read_before:
             d_pair, d_read = (F.pad(x, (0, 0, -1, 1)) for x in (d_pair, d_read))
         until_here = 1 - self.before.mT  # [t, j], 1 where t >= j
         # Vectors are rows of one matrix product, so that the matrix of sums is not copied for each.
         pairs = (d_pair @ self.before.mT * until_here).sum(-2, True)
-        return (pairs + d_read.mT @ until_here + d_write.mT @ self.before.mT).mT + d_total
+        return (pairs + d_read.mT @ until_here + d_write.mT @ self.before.mT).mT + d_chunk_decay
 
 
 class ChannelGates:
@@ -138,18 +138,18 @@ class ChannelGates:
         return halves(_blocks(a, level))[1] * read, halves(_blocks(b, level))[0] * write
 
     def gradient(
-        self, d_levels: list[tuple[Tensor, Tensor]], d_read: Tensor, d_write: Tensor, d_total: Tensor
+        self, d_levels: list[tuple[Tensor, Tensor]], d_read: Tensor, d_write: Tensor, d_chunk_decay: Tensor
     ) -> Tensor:
         """The gradient of ``g`` from the gradients of all its sums: the constructor, transposed."""
-        d_read, d_write, d_total = (x.unsqueeze(-3) for x in (d_read, d_write, d_total))
+        d_read, d_write, d_chunk_decay = (x.unsqueeze(-3) for x in (d_read, d_write, d_chunk_decay))
         for at_read, at_write in reversed(d_levels):
             (read_0, read_1), (write_0, write_1) = d_read.chunk(2, -2), d_write.chunk(2, -2)
-            d_total = _unhalve(
-                d_total + read_1.sum(-2, keepdim=True), d_total + write_0.sum(-2, keepdim=True)
+            d_chunk_decay = _unhalve(
+                d_chunk_decay + read_1.sum(-2, keepdim=True), d_chunk_decay + write_0.sum(-2, keepdim=True)
             )
             d_read = _unhalve(read_0, read_1 + at_read)
             d_write = _unhalve(write_0 + at_write, write_1)
-        return (d_total if self.read_before else d_total + d_read).squeeze(-2)
+        return (d_chunk_decay if self.read_before else d_chunk_decay + d_read).squeeze(-2)
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -117,8 +117,10 @@ def test_a_tail_is_zeros_and_has_no_gradient(device: torch.device) -> None:
     """Whatever a sequence's `D` is, and whatever arrives on the tail, as NaN from the square root of its zeros."""
     tensors = inputs(device, lengths=[30, 35], tail=5)
     options = {"delta_softplus": True, "cu_seqlens": torch.tensor([0, 30, 65], device=device)}
-    y, _ = scan(**tensors | {"D": torch.full_like(tensors["D"], torch.inf)}, **options)
+    u = tensors["u"].clone().requires_grad_()
+    y, _ = scan(**tensors | {"u": u, "D": torch.full_like(tensors["D"], torch.inf)}, **options)
     assert not y[:, 65:].any()
+    assert not torch.autograd.grad(y, u, torch.ones_like(y))[0][:, 65:].any()
 
     leaves = {name: x.requires_grad_() for name, x in tensors.items()}
     y, _ = scan(**leaves, **options)

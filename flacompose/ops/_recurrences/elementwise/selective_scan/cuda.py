@@ -52,7 +52,8 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     wants, inputs, run = call.wants, call.inputs, _Launches(call.inputs)
     state, do, dz, around = (run.D, run.S), call.do.contiguous(), None, run.around
-    before = run.per_chunk(*state) if wants("dt", "dt_bias", "A", "C", "z") else None
+    in_kernel = wants("dt", "dt_bias", "A", "C") or (wants("z") and run.state_tiles == 1)
+    before = run.per_chunk(*state) if in_kernel else None
     if inputs.z is not None and run.state_tiles > 1:
         y = run.per_channel(inputs.x.dtype) if wants("z") else None
         if y is not None:

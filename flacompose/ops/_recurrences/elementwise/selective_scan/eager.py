@@ -47,7 +47,8 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         dy, dz = of_gate(inputs, inputs.z, _forward(inputs)[0] if wants("z") else None, do)
     found = _backward(call, inputs, dy)
     if "x" in found and inputs.D is not None:
-        found["x"] = found["x"] + upcast(dy, found["x"]) * inputs.D
+        skipped = upcast(dy, found["x"]) * inputs.D
+        found["x"] = without_tail(inputs.cu_seqlens, found["x"] + skipped)[0]
     if "dt" in found and inputs.softplus:
         raw = time_step(inputs.dt, inputs.dt_bias, False, inputs.x)
         found["dt"] = found["dt"] * raw.sigmoid()

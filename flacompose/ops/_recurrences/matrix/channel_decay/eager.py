@@ -63,7 +63,7 @@ class ChannelDecay(CacheBlock):
         if wants("k", "gk", "v", "gv", "initial_state"):
             dS = self.pass_states(backwards, _read(q, gk).mT @ _read(do, gv), self.chunk_decay)
         if wants("gk", "gv"):
-            d_total = S * self.chunk_decay * dS
+            d_chunk_decay = S * self.chunk_decay * dS
         if wants("q", "k", "gk"):
             pairs = _pair_sums(do, v, _times(diagonal, u), k, q, gv, gk)
         if wants("q", "gk"):
@@ -77,7 +77,7 @@ class ChannelDecay(CacheBlock):
         if wants("k"):
             made["k"] = dk + pairs.write
         if gk is not None and wants("gk"):
-            made["gk"] = gk.gradient(pairs.exponents, q * dq, k * dk, d_total.sum(-1).unsqueeze(-2))
+            made["gk"] = gk.gradient(pairs.exponents, q * dq, k * dk, d_chunk_decay.sum(-1).unsqueeze(-2))
         if wants("u"):
             made["u"] = diagonal * q * k
         if wants("v", "gv"):
@@ -87,7 +87,7 @@ class ChannelDecay(CacheBlock):
             made["v"] = dv + pairs.write
         if gv is not None and wants("gv"):
             reads = do * self.past(S)
-            made["gv"] = gv.gradient(pairs.exponents, reads, v * dv, d_total.sum(-2).unsqueeze(-2))
+            made["gv"] = gv.gradient(pairs.exponents, reads, v * dv, d_chunk_decay.sum(-2).unsqueeze(-2))
         return made
 
 

@@ -91,13 +91,13 @@ class DeltaRule(CacheBlock):
             d_ak = self.gates_of_a.pair_gradient(self.a, self.k, self.A, (-dv @ u.mT).tril(-1))
         if wants(*GATES):
             reads, reads_of_a, writes = self.q * dq_read, self.a * da_read, self.k * dk_write
-            d_decay = gates.chunk_decay * (S * dS).sum(-1).unsqueeze(-2)
+            d_chunk_decay = gates.chunk_decay * (S * dS).sum(-1).unsqueeze(-2)
             if self.gates_of_a is gates:
                 exponents = pytree.tree_map(torch.add, d_qk.exponents, d_ak.exponents)
-                dg = gates.gradient(exponents, reads + reads_of_a, writes, d_decay)
+                dg = gates.gradient(exponents, reads + reads_of_a, writes, d_chunk_decay)
             else:
-                zeros = torch.zeros_like(writes), torch.zeros_like(d_decay)
-                dg = gates.gradient(d_qk.exponents, reads, writes, d_decay)
+                zeros = torch.zeros_like(writes), torch.zeros_like(d_chunk_decay)
+                dg = gates.gradient(d_qk.exponents, reads, writes, d_chunk_decay)
                 dg = dg + self.gates_of_a.gradient(d_ak.exponents, reads_of_a, *zeros)
             made |= {name: dg if name == "gk" else dg.sum(-1, True) for name in GATES if wants(name)}
         if wants("q"):

@@ -57,8 +57,8 @@ class HeadDecay(CacheBlock):
         if wants("q", "k", *GATES):
             dP = (do @ self.w.mT).tril()
         if wants(*GATES):
-            d_total = self.gates.chunk_decay * (S * dS).sum((-2, -1), keepdim=True)
-            made = dict.fromkeys(GATES, self.gates.gradient(dP * P, self.q * dq, self.k * dk, d_total))
+            d_chunk_decay = self.gates.chunk_decay * (S * dS).sum((-2, -1), keepdim=True)
+            made = dict.fromkeys(GATES, self.gates.gradient(dP * P, self.q * dq, self.k * dk, d_chunk_decay))
         if wants("v", "beta"):
             dw = P.mT @ do + self.write(self.k) @ dS
             made["v"] = dw if self.beta is None else dw * self.beta

@@ -88,9 +88,9 @@ class LowRank(CacheBlock):
                 pytree.tree_map(torch.add, x.exponents, y.exponents)
                 for x, y in ((through_qb, through_qk), (through_ab, through_ak))
             )
-            d_total = gates.chunk_decay * (S * dS).sum(-1).unsqueeze(-2)
+            d_chunk_decay = gates.chunk_decay * (S * dS).sum(-1).unsqueeze(-2)
             writes, reads_of_a = self.b * db_write + self.k * dk_write, self.a * da_read
-            zeros = torch.zeros_like(writes), torch.zeros_like(d_total)
-            made["gk"] = gates.gradient(exponents_q, self.q * dq_read, writes, d_total)
+            zeros = torch.zeros_like(writes), torch.zeros_like(d_chunk_decay)
+            made["gk"] = gates.gradient(exponents_q, self.q * dq_read, writes, d_chunk_decay)
             made["gk"] = made["gk"] + self.gates_of_a.gradient(exponents_a, reads_of_a, *zeros)
         return made
