@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose.layers import _check
-from flacompose.ops._tensors.gates import log_sigmoid as log_sigmoid  # for the layers
+from flacompose.ops._tensors.gate_formulas import log_sigmoid as log_sigmoid  # for the layers
 
 
 def sqrelu(x: Tensor) -> Tensor:

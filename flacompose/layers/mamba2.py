@@ -21,7 +21,7 @@ from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops._tensors.dtensor import flatten, split
 from flacompose.ops._tensors.dtype import upcast
-from flacompose.ops._tensors.gates import time_step
+from flacompose.ops._tensors.gate_formulas import time_step
 from flacompose.ops.ssd import check_dt_limit, chunk_ssd, recurrent_ssd
 
 

@@ -19,7 +19,7 @@ from flacompose.ops._composed.mamba3 import Scanned, States, scan
 from flacompose.ops._recurrences.fused.gated_skip.op import gated_skip
 from flacompose.ops._tensors.dtensor import flatten, split, unflatten
 from flacompose.ops._tensors.dtype import upcast
-from flacompose.ops._tensors.gates import time_step
+from flacompose.ops._tensors.gate_formulas import time_step
 from flacompose.ops.mamba3 import mixed
 
 

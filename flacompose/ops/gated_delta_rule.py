@@ -15,7 +15,7 @@ from flacompose.ops._arguments.intermediate_states import recurrent_form
 from flacompose.ops._operators.checked import check_parameters, checking
 from flacompose.ops._recurrences.matrix import op
 from flacompose.ops._tensors.dtype import upcast
-from flacompose.ops._tensors.gates import clamped
+from flacompose.ops._tensors.gate_formulas import clamped
 from flacompose.ops._tensors.packed import without_tail
 from flacompose.ops.delta_rule import with_norms
 

@@ -18,7 +18,7 @@ from flacompose.ops._recurrences.fused.mlstm import op as token
 from flacompose.ops._recurrences.fused.normalizer import op as normalizer
 from flacompose.ops._recurrences.matrix import op
 from flacompose.ops._tensors.dtype import autocast_dtype, state_dtype, upcast
-from flacompose.ops._tensors.gates import log_sigmoid
+from flacompose.ops._tensors.gate_formulas import log_sigmoid
 from flacompose.ops._tensors.packed import last_of_rows, sequence_count, without_tail
 from flacompose.ops._tensors.sizes import always_true
 

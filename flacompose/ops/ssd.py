@@ -17,7 +17,7 @@ from flacompose.ops._recurrences.fused.gated_skip.op import gated_skip
 from flacompose.ops._recurrences.fused.ssd.inputs import Inputs
 from flacompose.ops._recurrences.fused.ssd.op import ssd
 from flacompose.ops._tensors.dtype import upcast
-from flacompose.ops._tensors.gates import clamped, log_decay_of_step, time_step
+from flacompose.ops._tensors.gate_formulas import clamped, log_decay_of_step, time_step
 from flacompose.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
 

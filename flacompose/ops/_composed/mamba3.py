@@ -32,7 +32,7 @@ from flacompose.ops._recurrences.fused.rotary import op as rotary
 from flacompose.ops._recurrences.fused.rotary.eager import biased, products, rotated
 from flacompose.ops._recurrences.matrix import op
 from flacompose.ops._tensors.dtype import autocast_dtype, state_dtype, upcast
-from flacompose.ops._tensors.gates import clamped
+from flacompose.ops._tensors.gate_formulas import clamped
 from flacompose.ops._tensors.grouped_queries import interleave_zeros
 from flacompose.ops._tensors.packed import of_tokens, scaled_bounds, summed
 from flacompose.ops._tensors.sizes import always_true

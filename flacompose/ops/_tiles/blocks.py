@@ -10,7 +10,7 @@ import triton.language as tl
 # Its exponential is 0 in float32. So a sum of gates that includes it gives a weight of 0, like one with -inf.
 LOWEST_GATE = tl.constexpr(-128.0)
 LOWEST_RATE = tl.constexpr(-3.4028234663852886e38)  # the lowest number of float32
-DECAYS_TO_ZERO = tl.constexpr(-1e31)  # the bound of `decays_to_zero` in `_tensors/gates.py`
+DECAYS_TO_ZERO = tl.constexpr(-1e31)  # the bound of `decays_to_zero` in `_tensors/gate_formulas.py`
 LOG2_E = tl.constexpr(1.4426950408889634)
 SOFTPLUS_THRESHOLD = tl.constexpr(20.0)  # PyTorch's softplus is the identity above it
 

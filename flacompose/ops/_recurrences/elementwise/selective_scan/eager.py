@@ -27,7 +27,7 @@ from flacompose.ops._recurrences.elementwise.token_chunks import (
     state_after,
 )
 from flacompose.ops._tensors.dtype import upcast
-from flacompose.ops._tensors.gates import decays_to_zero, time_step
+from flacompose.ops._tensors.gate_formulas import decays_to_zero, time_step
 from flacompose.ops._tensors.packed import without_tail
 
 

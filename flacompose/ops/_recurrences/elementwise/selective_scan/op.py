@@ -21,7 +21,7 @@ from flacompose.ops._recurrences.elementwise.selective_scan.inputs import (
     Inputs as Inputs,  # for the public functions
 )
 from flacompose.ops._recurrences.forms import define_ops, initial_gradient
-from flacompose.ops._tensors.gates import log_decay_of_step, time_step
+from flacompose.ops._tensors.gate_formulas import log_decay_of_step, time_step
 
 
 def _flops(x, dt, A, *_, **__) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.fused.mlstm.inputs import LOWEST, Inputs
 from flacompose.ops._tensors.dtype import upcast
-from flacompose.ops._tensors.gates import log_sigmoid
+from flacompose.ops._tensors.gate_formulas import log_sigmoid
 
 
 class _Step(NamedTuple):

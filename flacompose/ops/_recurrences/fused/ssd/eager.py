@@ -19,7 +19,7 @@ from flacompose.ops._recurrences.matrix import eager as matrix
 from flacompose.ops._recurrences.matrix.inputs import SIGNATURE as SCAN
 from flacompose.ops._recurrences.matrix.inputs import Inputs as Scan
 from flacompose.ops._tensors.dtype import upcast
-from flacompose.ops._tensors.gates import clamped, decays_to_zero, log_decay_of_step, time_step
+from flacompose.ops._tensors.gate_formulas import clamped, decays_to_zero, log_decay_of_step, time_step
 from flacompose.ops._tensors.packed import without_tail
 
 

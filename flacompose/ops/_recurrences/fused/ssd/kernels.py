@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from flacompose.ops._recurrences.matrix.gates_of_heads import store_sums
-from flacompose.ops._tensors.gates import lowest
+from flacompose.ops._tensors.gate_formulas import lowest
 from flacompose.ops._tiles.blocks import (
     DECAYS_TO_ZERO,
     LOWEST_RATE,

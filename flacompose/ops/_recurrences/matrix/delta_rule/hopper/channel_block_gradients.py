@@ -18,7 +18,7 @@ from flacompose.ops._recurrences.matrix import gates_of_channels
 from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_chunk_gradients import (
     store_gradients_of_keys,
 )
-from flacompose.ops._recurrences.matrix.delta_rule.hopper.gates import (
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.gate_tables import (
     BLOCKS,
     FACTORISABLE_IN_CHUNK,
     TABLE_LAYOUT,

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_g
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from flacompose.ops._recurrences.matrix import gates_of_channels
-from flacompose.ops._recurrences.matrix.delta_rule.hopper.gates import (
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.gate_tables import (
     FACTORISABLE_IN_CHUNK,
     decay_of,
     load_gates,

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from flacompose.ops._recurrences.matrix.delta_rule.hopper.gates import (
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.gate_tables import (
     BLOCKS,
     FACTORISABLE_IN_BLOCKS,
     FACTORISABLE_IN_CHUNK,
