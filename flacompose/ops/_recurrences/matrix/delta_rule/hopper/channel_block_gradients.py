@@ -218,7 +218,7 @@ def hopper_channel_block_gradient_kernel(
 ):
     """The gradients of queries, keys, `beta` and, if given, of gates, for a chunk and a tile of channels.
 
-    Tiles whose gates are not factorisable in blocks are left to Triton's kernel.
+    Tiles whose gates are not factorisable in blocks are left to the kernel of `channel_gradients`.
     """
     q, k, a, beta = vectors
     do, r, dv = values
