@@ -317,6 +317,7 @@ BREAKS = [
     Break("ops/_recurrences/matrix/low_rank/gradients.py", "select(reads_gate(s, t, READ_BEFORE), a_", "select(reads_gate(s, t, False), a_", KERNELS, "dplr and dense"),
     Break("ops/_recurrences/matrix/low_rank/cuda.py", "H, K, dtype=torch.float32, device", "H, K, device", "ops/_recurrences/test_launches.py", "dtype_of_its_own"),
     Break("ops/_tiles/join.py", "gate += tl.load(gk", "gate += 0 * tl.load(gk", KERNELS, "test_segments and chunk_gla"),
+    Break("ops/_recurrences/elementwise/selective_scan/eager.py", 'without_tail(inputs.cu_seqlens, found["x"] + skipped)[0]', 'found["x"] + skipped', "ops/_recurrences/elementwise/test_selective_scan.py", "a_tail_is"),
     Break("ops/_recurrences/elementwise/selective_scan/kernels.py", "at_state = d[None, :] * S + s[:, None]", "at_state = d[None, :] + s[:, None]", "ops/_recurrences/elementwise/test_selective_scan_kernels.py"),
     Break("ops/_recurrences/elementwise/selective_scan/kernels.py", "TOKENS - 1 - t, TOKENS - 1 - column", "TOKENS - 1 - t, column", "ops/_recurrences/elementwise/test_selective_scan_kernels.py", "segments"),
     Break("ops/_recurrences/elementwise/selective_scan/kernels.py", "tl.maximum(chunk - 1, 0) * CHUNK", "chunk * CHUNK", "ops/_recurrences/elementwise/test_selective_scan_kernels.py", "lengths"),
