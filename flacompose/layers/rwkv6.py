@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
-from flacompose.layers.heads import heads_of
+from flacompose.layers.heads import heads_of, rows_in_heads
 from flacompose.layers.initialization import with_initializers
-from flacompose.layers.layout import Layout
+from flacompose.layers.layout import Layout, rows_of, tokens_of
 from flacompose.layers.lora import lora, named
 from flacompose.layers.norm import GroupNorm
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
@@ -117,28 +117,27 @@ class RWKV6Attention(RecurrentLayer):
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         x = as_projected(x)
         before, shift = token_shift(x, past.shift, tokens.lengths, tokens.cu_seqlens, tokens.num_states)
+        rows, delta = rows_of(x), rows_of(before - x)
         # One axis of tokens, since Inductor cannot split tensors with more axes if the number of tokens is
-        # data-dependent, and takes less time over products of matrices.
-        rows, delta = x.flatten(0, 1), (before - x).flatten(0, 1)
-        mixed_r, mixed_w, mixed_k, mixed_v, mixed_g = unbind(
-            (rows + delta * self._mix(rows, delta)).to(x.dtype)
-        )
+        # data-dependent.
+        mixed = (rows.flatten(0, -2) + delta.flatten(0, -2) * self._mix(rows, delta)).to(x.dtype)
+        mixed_r, mixed_w, mixed_k, mixed_v, mixed_g = unbind(mixed.unflatten(1, rows.shape[:-1]))
         r, k, v = self.r_proj(mixed_r), self.k_proj(mixed_k), self.v_proj(mixed_v)
         # The op takes -inf, but the gradient here would be 0 * inf, NaN. A decay of -e^80 also decays to zero.
         w = -upcast(self.w_proj(mixed_w)).clamp(max=80).exp()
         gate = self.gate_fn(self.g_proj(mixed_g))
-        r, w, k, v = (y.unflatten(-1, (self.num_heads, -1)).unflatten(0, x.shape[:2]) for y in (r, w, k, v))
+        r, w, k, v = (rows_in_heads(y, x, self.num_heads) for y in (r, w, k, v))
         gate = gate.unflatten(-1, (self.num_heads, -1))
 
         rwkv6 = self._wide_op(chunk_rwkv6, fused_recurrent_rwkv6, x, past.recurrent, tokens)
         o, recurrent = rwkv6(r, tokens.masked(k), v, tokens.masked(w), self.bonus, scale=1.0)
-        y = self.o_proj((self.g_norm(o.flatten(0, 1)) * gate).flatten(1)).unflatten(0, x.shape[:2])
-        return y, RecurrentState(recurrent, shift=shift)
+        y = self.o_proj((self.g_norm(rows_of(o)) * gate).flatten(-2))
+        return tokens_of(y, x), RecurrentState(recurrent, shift=shift)
 
     def _mix(self, x: Tensor, delta: Tensor) -> Tensor:
         """The weights of the previous token in r, w, k, v and g, ``[5, B * T, hidden_size]``."""
         lerp, tanh, up = self.x_proj
-        low = tanh(lerp(x, delta))  # [B * T, 5 * R], the five parts side by side
+        low = tanh(lerp(x, delta)).flatten(0, -2)  # [B * T, 5 * R], the five parts side by side
         # Each part is multiplied by its own columns of the weight of `up`. Slices of the weight would bypass adapters
         # and hooks of the module. So the module is called on five copies. In each, all parts but one are zeros.
         part = torch.arange(5, device=x.device)

@@ -233,13 +233,19 @@ class RWKV7Attention(RecurrentLayer):
         )
         kappa = self._divided_by_its_norm(kappa)
         a, b = (-kappa).to(r.dtype), (kappa * eta).to(r.dtype)
-        of_k, of_b, of_w = (tokens.masked(tokens_of(y, x)) for y in (k, b, w))
-        of_r, of_v, of_a = (tokens_of(y, x) for y in (r, v, a))
 
         dplr = self._wide_op(
             chunk_dplr_delta_rule, fused_recurrent_dplr_delta_rule, x, past.recurrent, tokens
         )
-        o, recurrent = dplr(of_r, of_k, of_v, of_a, of_b, of_w, scale=1.0)
+        o, recurrent = dplr(
+            tokens_of(r, x),
+            tokens.masked(tokens_of(k, x)),
+            tokens_of(v, x),
+            tokens_of(a, x),
+            tokens.masked(tokens_of(b, x)),
+            tokens.masked(tokens_of(w, x)),
+            scale=1.0,
+        )
         bonus = (upcast(r) * k * self.r_k).sum(-1, keepdim=True) * v
         y = ((self.g_norm(rows_of(o)) + bonus) * gate).to(o.dtype)
         y, new = tokens_of(self.o_proj(y.flatten(-2)), x), RecurrentState(recurrent, shift=shift)

@@ -249,6 +249,21 @@ def test_values(config, dtype, device):
                 assert_true(config, layer.state_dict(), x[b], row(start, b), y[b], row(new, b))
 
 
+@pytest.mark.parametrize("name", DISTINCT)
+@torch.no_grad()
+def test_hooks_see_tokens(name, device):
+    """Outside a graph, a hook or an adapter of a projection is given ``[B, T, width]``, and gives as much.
+
+    But in RWKV6 the second product of the token shift is one of five copies.
+    """
+    layer, seen = build(DISTINCT[name], device=device), set()
+    for path, module in layer.named_modules():
+        if isinstance(module, nn.Linear) and not path.startswith("x_proj.2"):
+            module.register_forward_hook(lambda _, args, y: seen.update({args[0].shape[:-1], y.shape[:-1]}))
+    layer(tokens_of(layer, 2, 5))
+    assert seen == {(2, 5)}
+
+
 @each_of_layouts
 @torch.no_grad()
 def test_padding(config, device):

@@ -25,8 +25,8 @@ from flacompose.ops._recurrences.matrix.inputs import SIGNATURE, Inputs  # noqa:
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 STATE = "channel_decay gk gv ", "channel_decay_state_passing_kernel", BFLOAT16, 128, 128, {}
-# The first launch of a kernel by these calls with these constants: those that take three quarters or more of what there
-# is, and the largest on a chip whose configuration is its own. All of them everywhere would take hours.
+# The first launch of a kernel by these calls with these constants: of each chip some that take the most of its memory.
+# All of them everywhere would take hours.
 LARGEST = [
     (("head_decay  ", "head_decay_state_passing_kernel", BFLOAT16, 128, 128, {"REVERSE": True}), 100),
     (("head_decay g ", "head_decay_state_passing_kernel", BFLOAT16, 256, 256, {"REVERSE": True}), 120),

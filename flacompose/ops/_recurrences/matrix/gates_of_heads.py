@@ -9,9 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flacompose.ops._tiles.blocks import clamp_gate, find_chunk, in_float32
-
-LOG2_E = tl.constexpr(1.4426950408889634)
+from flacompose.ops._tiles.blocks import LOG2_E, clamp_gate, find_chunk, in_float32
 
 # Each part of `d_sums` has one number for each token: the gradient of all sums of gates of one kind. The kinds:
 # - ENDING: sums that end at the token.

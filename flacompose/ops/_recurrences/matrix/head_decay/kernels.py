@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flacompose.ops._recurrences.matrix.gates_of_heads import LOG2_E
 from flacompose.ops._tiles.blocks import (
+    LOG2_E,
     clamp_gate,
     dot,
     dot_split,

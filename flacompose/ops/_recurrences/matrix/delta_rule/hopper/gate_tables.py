@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from flacompose.ops._recurrences.matrix import gates_of_channels
 from flacompose.ops._recurrences.matrix.gates_of_channels import BLOCK, C
-from flacompose.ops._recurrences.matrix.gates_of_heads import LOG2_E
+from flacompose.ops._tiles.blocks import LOG2_E
 
 from_block_middle = gluon.jit(gates_of_channels.from_block_middle.fn)
 scaled_gate_size = gluon.jit(gates_of_channels.scaled_gate_size.fn)
